@@ -1,0 +1,32 @@
+"""Exceptions graphrewrite raises. An ordinary non-match is never an exception: it is a `Mismatch` in the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphrewrite.report import Report
+
+
+class GraphRewriteError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InputError(GraphRewriteError):
+    """A bad argument, file, model or tensor. The message says what, where and which values, and what to do next."""
+
+
+class RequirementNotMet(GraphRewriteError):
+    """Fewer sites were rewritten than `require` asked for. Nothing was changed; `report` says why."""
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class KernelError(GraphRewriteError):
+    """An operator of the kernel library refused its arguments. Nothing was written."""
+
+
+class LibraryError(GraphRewriteError):
+    """The kernel library is missing or cannot be loaded."""

@@ -1,0 +1,1 @@
+"""torch.export programs: reading their graphs into the vocabulary, and writing fused operators into them."""

@@ -1,0 +1,209 @@
+"""Whether two programs give the same outputs and leave the same caches, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphrewrite.errors import InputError
+from graphrewrite.models import LoadedModel, ModelLike, is_exported_program, load
+from graphrewrite.ort_tensors import Array
+from graphrewrite.verification.differences import (
+    CodeCount,
+    Comparison,
+    Tolerance,
+    compare,
+    derive_tolerance,
+    given_tolerance,
+)
+from graphrewrite.verification.inputs import given_steps, made_steps
+from graphrewrite.verification.runners import OnnxRunner, Runner, StepResult, TorchRunner
+
+__all__ = ["Comparison", "Tolerance", "Verification", "verify"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. True in a condition when the programs agree.
+
+    Attributes:
+        ok: no output and no cache diverges at any step.
+        outputs: every comparison, by step; within a step the caches in layer order and then the outputs.
+        tolerance: what was allowed and where it comes from.
+        first_divergence: the first comparison that is not ok. Caches come before outputs and in the order of layers,
+            so it names the layer where the programs part.
+        notes: what was not compared, and why.
+    """
+
+    ok: bool
+    outputs: tuple[Comparison, ...]
+    tolerance: Tolerance
+    first_divergence: Comparison | None
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The same as JSON. An infinite difference is written as the text "inf"."""
+        document = {**asdict(self), "summary": self.summary()}
+        return json.dumps(_finite(document), indent=indent, allow_nan=False)
+
+    def summary(self) -> str:
+        """One line: equal, or where the programs part first."""
+        steps = len({result.step for result in self.outputs})
+        if self.first_divergence is None:
+            return f"equal within the tolerance over {steps} step{'s' if steps != 1 else ''}"
+        first = self.first_divergence
+        return f"not equal: {first.kind} {first.name!r} diverges first, at step {first.step}: {first.reason}"
+
+    def print(self, console: Console | None = None) -> None:
+        """Writes the outputs and what diverges to a console, by default to standard output."""
+        (console or Console()).print(self, soft_wrap=True)
+
+    def __rich__(self) -> RenderableType:
+        table = Table("Step", Column("Output", overflow="fold"), "Max abs", "Max rel", "Allowed", "Same argmax", "")
+        for result in self.outputs:
+            if result.kind == "output" or not result.ok:
+                agreement = "" if result.argmax_agreement is None else f"{result.argmax_agreement:.1%}"
+                numbers = (f"{value:.2e}" for value in (result.max_abs, result.max_rel, result.allowed))
+                verdict = Text("ok", "green") if result.ok else Text("differs", "red")
+                table.add_row(str(result.step), Text(result.name), *numbers, agreement, verdict)
+        caches = [result for result in self.outputs if result.kind == "cache"]
+        lines = [f"caches: {sum(result.ok for result in caches)} of {len(caches)} comparisons equal"] if caches else []
+        lines += [f"tolerance: {self.tolerance.derivation}", *(f"note: {note}" for note in self.notes)]
+        return Group(table, *map(Text, lines), Text(self.summary(), style="bold green" if self.ok else "bold red"))
+
+
+def verify(
+    before: ModelLike,
+    after: ModelLike,
+    inputs: Sequence[Mapping[str, Any] | Sequence[Any]] | None = None,
+    *,
+    steps: int = 4,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Runs two programs on the same inputs, step after step with their caches carried along, and compares them.
+
+    Each may be a torch.export program, an ONNX model, or the path of one; the two need not be of one kind. Neither is
+    changed: a torch program runs on copies of its buffers. The caches of an ONNX model are those that its metadata
+    names; one without is a function of its inputs.
+
+    Args:
+        before: the program that is right.
+        after: the program in question.
+        inputs: one entry for each step: a dict by input name (of `before`) or a tuple in its order, without caches.
+            None makes random ones from the signature of `before` (see `graphrewrite.verification.inputs`).
+        steps: number of steps when inputs are made.
+        rtol: relative tolerance, of each element before; with `atol`, as in `numpy.allclose`. When neither is given
+            the tolerance is derived (see `graphrewrite.verification.differences`).
+        atol: absolute tolerance.
+        seed: of the random inputs.
+
+    Returns:
+        the comparisons. NaN or infinity on one side only, another shape or another number of outputs is a divergence.
+
+    Raises:
+        InputError: one of the two is not a model or fails to run, their inputs do not correspond, or none can be made.
+    """
+    if steps < 1:
+        raise InputError(f"steps is {steps}; give a number from 1 on")
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise InputError(f"{name} is {value}; give a finite number from 0 on")
+    first, second = _runner(before), _runner(after)
+    order = _correspondence(first, second)
+    fed = made_steps(first, steps, seed) if inputs is None else given_steps(first, inputs)
+    tolerance = None if rtol is None and atol is None else given_tolerance(rtol, atol)
+    codes = CodeCount()
+    results: list[Comparison] = []
+    notes: dict[str, None] = {}
+    for index, values in enumerate(fed):
+        one = first.step(values)
+        two = second.step([values[i] for i in order])
+        if tolerance is None:
+            tolerance = _derived(first, second, values, one)
+        results += _compare_step(index, one, two, tolerance, codes, notes)
+    assert tolerance is not None  # there is at least one step
+    diverging = next((result for result in results if not result.ok), None)
+    return Verification(diverging is None, tuple(results), tolerance, diverging, tuple(notes))
+
+
+def _runner(model: ModelLike) -> Runner:
+    loaded: LoadedModel = load(model)
+    if is_exported_program(loaded):
+        return TorchRunner(cast("Any", loaded))
+    # The file itself where there is one: onnxruntime maps its weights.
+    return OnnxRunner(cast("Any", model if isinstance(model, (str, os.PathLike)) else loaded), cast("Any", loaded))
+
+
+def _correspondence(before: Runner, after: Runner) -> list[int]:
+    """Returns which input of `before` each one of `after` is: by name where they have the same, else by order."""
+    names, others = [spec.name for spec in before.inputs], [spec.name for spec in after.inputs]
+    if set(names) == set(others):
+        return [names.index(name) for name in others]
+    if len(names) == len(others):
+        return list(range(len(names)))
+    raise InputError(f"the inputs do not correspond: {names} before, {others} after")
+
+
+def _derived(before: Runner, after: Runner, values: list[Any], outputs: StepResult) -> Tolerance:
+    capacities = [max(spec.shape[1:3]) for spec in (*before.caches, *after.caches) if len(spec.shape) == 4]
+    widths = [value.shape[-1] for value in values if isinstance(value, np.ndarray) and value.ndim >= 3]
+    types = [array.dtype for array in outputs.outputs.values()]
+    return derive_tolerance([*before.weights(), *after.weights()], max([1, *capacities, *widths]), types)
+
+
+def _compare_step(
+    step: int, before: StepResult, after: StepResult, tolerance: Tolerance, codes: CodeCount, notes: dict[str, None]
+) -> Iterator[Comparison]:
+    for name, one, two in _cache_pairs(before.caches, after.caches, notes):
+        yield compare(name, "cache", step, one, two, tolerance, codes)
+    if len(before.outputs) != len(after.outputs):
+        reason = f"{len(before.outputs)} outputs before, {len(after.outputs)} after"
+        yield Comparison("outputs", "output", step, math.inf, math.inf, 0.0, None, reason)
+        return
+    for (_, one), (name, two) in zip(before.outputs.items(), after.outputs.items(), strict=True):
+        yield compare(name, "output", step, one, two, tolerance, codes)
+
+
+def _cache_pairs(
+    before: dict[str, Array], after: dict[str, Array], notes: dict[str, None]
+) -> Iterator[tuple[str, Array, Array]]:
+    """Pairs caches by name (in the spelling of either format), in the order of `before`."""
+    others = {_plain(name): name for name in after}
+    for name, array in before.items():
+        partner = others.pop(_plain(name), None)
+        if partner is None or after[partner].dtype != array.dtype or after[partner].shape != array.shape:
+            notes[f"cache {name!r} has no counterpart of its name, type and shape and is not compared"] = None
+        else:
+            yield partner, array, after[partner]
+    for name in others.values():
+        notes[f"cache {name!r} has no counterpart of its name, type and shape and is not compared"] = None
+
+
+def _plain(name: str) -> str:
+    """A buffer ``layers.0.k_cache`` is ``b_layers_0_k_cache`` as a placeholder and may be either in an ONNX model."""
+    return re.sub(r"\W", "_", name).removeprefix("b_")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,115 @@
+"""One attention layer in each FX source form, whole or with one flaw, for the pattern tests.
+
+B=1, Hq=4, Hkv=2, D=16, capacity C=32; S is dynamic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from graphrewrite import source_ops
+
+QUERY_HEADS, KV_HEADS, HEAD_SIZE, CAPACITY = 4, 2, 16, 32
+
+source_ops.register()
+_llama: Any = torch.ops.llama
+_quantized: Any = torch.ops.quantized_decomposed
+
+
+class QuantizedCache(nn.Module):
+    """int8 codes with one scale and zero point per token and head, written by llama.update_cache."""
+
+    def __init__(self, *, symmetric: bool = False, flaw: str = "") -> None:
+        super().__init__()
+        self.symmetric, self.flaw = symmetric, flaw
+        heads = (1, CAPACITY, KV_HEADS)
+        scale_dtype = torch.float64 if flaw == "scale-dtype" else torch.float32
+        scale_size = HEAD_SIZE if flaw == "scale-granularity" else 1
+        self.register_buffer("codes", torch.zeros(*heads, HEAD_SIZE, dtype=torch.int8))
+        self.register_buffer("scales", torch.ones(*heads, scale_size, dtype=scale_dtype))
+        self.register_buffer("zero_points", torch.zeros(*heads, 1, dtype=torch.int8))
+
+    def write(self, rows: Tensor, start: int) -> None:
+        name = "choose_qparams_per_token" if self.symmetric else "choose_qparams_per_token_asymmetric"
+        scales, zero_points = getattr(_quantized, name)(rows, torch.int8)
+        codes = _quantized.quantize_per_token(rows, scales, zero_points, -128, 127, torch.int8)
+        _llama.update_cache(codes, self.codes, start)
+        if self.flaw == "scale-granularity":
+            scales = scales.expand(1, rows.shape[1], KV_HEADS, HEAD_SIZE).contiguous()
+        scale_start = start + 1 if self.flaw == "scales-elsewhere" else start
+        # Not `.to`: of a symmetric scale torch.export believes float64, where it is float32, and asserts that.
+        scales = torch.ops.aten._to_copy(scales, dtype=self.scales.dtype)
+        _llama.update_cache(scales, self.scales, scale_start)
+        _llama.update_cache(torch.ops.aten._to_copy(zero_points, dtype=torch.int8), self.zero_points, start)
+
+    def read(self) -> Tensor:
+        zero_points = self.zero_points if self.flaw == "zero-point-wraps" else self.zero_points.to(torch.int64)
+        if self.flaw == "spelled":  # (codes - zero_points) * scales, without the operator
+            return (self.codes.to(torch.float32) - self.zero_points.to(torch.float32)) * self.scales
+        scales = self.scales.to(torch.float64)
+        return _quantized.dequantize_per_token(self.codes, scales, zero_points, -128, 127, torch.int8, torch.float32)
+
+
+class Layer(nn.Module):
+    """form: "joint" (sdpa_with_kv_cache), "overlaid" (update_cache then custom_sdpa) or "dequantized" (custom_sdpa)."""
+
+    def __init__(self, form: str, *, symmetric: bool = False, masked: bool = False, flaw: str = "") -> None:
+        super().__init__()
+        self.form, self.masked, self.flaw = form, masked, flaw
+        self.keys = QuantizedCache(symmetric=symmetric, flaw=flaw)
+        self.values = QuantizedCache(symmetric=symmetric, flaw="" if flaw == "half-quantized" else flaw)
+        if flaw in ("half-quantized", "cache-not-quantized"):
+            self.register_buffer("floats", torch.zeros(1, CAPACITY, KV_HEADS, HEAD_SIZE))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        start: Any = position[0].item()
+        count = query.shape[1]
+        torch._check(start >= 0)
+        torch._check(start + count <= CAPACITY)
+        if self.flaw == "current-tokens-not-cached":
+            keys, values = self.keys.read(), self.values.read()
+            self.keys.write(key, start), self.values.write(value, start)
+        else:
+            self.keys.write(key, start), self.values.write(value, start)
+            keys, values = self.keys.read(), self.values.read()
+        if self.flaw in ("half-quantized", "cache-not-quantized"):
+            keys = self.floats.clone()
+        if self.flaw == "cache-not-quantized":
+            values = self.floats.clone()
+        # The position once more, by another way: one position all the same.
+        again: Any = position.select(0, -1).item()
+        torch._check(again >= 0)
+        torch._check(again + count <= CAPACITY)
+        causal = mask is None or self.flaw == "causal-with-mask"
+        if self.form == "joint":
+            return _llama.sdpa_with_kv_cache(query, key, value, keys, values, again, count, mask, 0.0, causal)
+        if self.form == "overlaid":
+            _llama.update_cache(key, keys, start)
+            _llama.update_cache(value, values, start - 1 if self.flaw == "position-differs" else start)
+        return _llama.custom_sdpa(query, keys, values, again, mask, 0.0, causal)
+
+
+def inputs(count: int, start: int, *, masked: bool = False, seed: int = 0) -> tuple[Tensor, ...]:
+    """Arguments of `Layer` for `count` new tokens from `start` on; with a mask, causal by that mask."""
+    random = torch.Generator().manual_seed(seed + start)
+    query = torch.randn(1, count, QUERY_HEADS, HEAD_SIZE, generator=random)
+    key, value = (torch.randn(1, count, KV_HEADS, HEAD_SIZE, generator=random) for _ in range(2))
+    rows = (query, key, value, torch.tensor([start]))
+    if not masked:
+        return rows
+    seen = torch.arange(CAPACITY)[None, :] <= start + torch.arange(count)[:, None]
+    return (*rows, torch.where(seen, 0.0, -torch.inf))
+
+
+def export(layer: Layer) -> ExportedProgram:
+    count = Dim("S", min=1, max=CAPACITY - 1)
+    rows = {1: count}
+    shapes = (rows, rows, rows, None, {0: count} if layer.masked else None)
+    example = inputs(3, 2, masked=layer.masked)
+    return torch.export.export(layer, example, dynamic_shapes=shapes[: len(example)])

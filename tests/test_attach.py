@@ -1,0 +1,182 @@
+"""Signatures, and giving models the function bodies they need."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.reference
+import onnx_ir as ir
+import pytest
+
+from graphrewrite.custom_ops.functions import DOMAIN, MINIMUM_OPSET, Signature, attach, body, signature_of
+from graphrewrite.errors import InputError
+from tests.calls import SDPA_CASES, Feeds, model_of, node_of, sdpa_call, session, source_call, tolerance, update_call
+from tests.kernels import reference
+from tests.kernels.reference import Array, make_sdpa
+
+
+@pytest.mark.parametrize(
+    ("opset", "case"),
+    [
+        (MINIMUM_OPSET, "scale"),
+        (17, "chunk of float rows"),
+        (18, "positions per sequence, all"),
+        # The evaluator has no DequantizeLinear older than opset 19.
+        *((opset, case) for opset in (19, 21, 25) for case in ("decode", "no zero points", "mask and causal")),
+    ],
+)
+def test_bodies_pass_the_checker_and_run_in_the_reference_evaluator(opset: int, case: str) -> None:
+    arguments = make_sdpa(np.random.default_rng(14), **SDPA_CASES[case])
+    call = sdpa_call(arguments)
+    model = model_of(node_of(call), opset=opset, returned={"output": ir.DataType.FLOAT})
+    model.graph.outputs[0].shape = ir.Shape([None] * 4)
+    attach(model)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        (result,) = onnx.reference.ReferenceEvaluator(proto).run(None, call.feeds)
+    np.testing.assert_allclose(result, reference.sdpa(arguments), rtol=0, atol=tolerance(arguments))
+
+
+def two_attentions(first: dict[str, Any], second: dict[str, Any]) -> tuple[ir.Model, dict[str, Array], list[Array]]:
+    """A model of two CustomSdpa nodes, its inputs and what it should return."""
+    arguments = [
+        make_sdpa(np.random.default_rng(15), rows=3, start=4, heads=(4, 2), **facts) for facts in (first, second)
+    ]
+    calls = [sdpa_call(item) for item in arguments]
+    model = model_of(*(node_of(call, f"_{number}") for number, call in enumerate(calls)))
+    feeds = {f"{name}_{number}": array for number, call in enumerate(calls) for name, array in call.feeds.items()}
+    return model, feeds, [reference.sdpa(item) for item in arguments]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overloads"),
+    [
+        ({"is_causal": True}, {"is_causal": True}, ["", ""]),
+        ({"is_causal": True}, {}, ["", "1"]),
+        ({"cache": "float"}, {"cache": "int8"}, ["", "1"]),
+        ({"mask": "bool"}, {"mask": "float"}, ["", "1"]),
+        ({"recent": True}, {"recent": False}, ["", "1"]),
+        ({"scale": 0.3}, {"scale": 0.7}, ["", ""]),
+        ({"scale": 0.3}, {}, ["", "1"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("library", [False, True])
+def test_calls_that_differ_get_bodies_of_their_own(
+    first: dict[str, Any], second: dict[str, Any], overloads: list[str], library: bool
+) -> None:
+    model, feeds, expected = two_attentions(first, second)
+    attach(model)
+    assert [node.overload for node in model.graph] == overloads
+    assert [key[2] for key in model.functions] == sorted(set(overloads))
+    for result, exact in zip(session(model, library=library).run(None, feeds), expected, strict=True):
+        # The largest tolerance of the cases at hand is 3e-5.
+        np.testing.assert_allclose(result, exact, rtol=0, atol=3e-5)
+
+
+def test_a_runtime_that_mixes_up_overloads_fails() -> None:
+    model, feeds, _ = two_attentions({"is_causal": True}, {})
+    attach(model)
+    # What onnxruntime up to 1.26 does: one body serves every call.
+    for node in model.graph:
+        node.overload = ""
+    del model.functions[DOMAIN, "CustomSdpa", "1"]
+    with pytest.raises(Exception, match="must select function overloads"):
+        session(model).run(None, feeds)
+
+
+def test_attach_is_idempotent_and_follows_the_model() -> None:
+    model, _, _ = two_attentions({"is_causal": True}, {})
+    attach(model)
+    once = ir.to_proto(model).SerializeToString(deterministic=True)
+    attach(model)
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == once
+    model.graph.remove(model.graph[1])
+    del model.graph.outputs[1:]
+    attach(model)
+    assert list(model.functions) == [(DOMAIN, "CustomSdpa", "")]
+    assert "variant" not in model.graph[0].attributes
+
+
+def test_attach_finds_calls_in_subgraphs_and_functions() -> None:
+    value, cache = np.ones((1, 1, 1, 2), np.float32), np.zeros((1, 3, 1, 2), np.float32)
+    call = update_call(value, cache, 1)
+    inner = node_of(call)
+    function = ir.Function(
+        "user",
+        "Write",
+        graph=ir.Graph(
+            list(filter(None, inner.inputs)), inner.outputs, nodes=[inner], opset_imports={"": 17}, name="f"
+        ),
+        attributes=[],
+    )
+    outer = node_of(replace(call, op_type="Write", domain="user", attributes={}))
+    branches = {}
+    for key in ("then_branch", "else_branch"):
+        node = ir.Node(DOMAIN, "UpdateCache", outer.inputs, outputs=[ir.Value(name=key)])
+        branches[key] = ir.Graph([], node.outputs, nodes=[node], name=key)
+    condition = ir.Value(name="condition", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    choice = ir.node("If", [condition], branches, outputs=[ir.Value(name="chosen")])
+    model = model_of(outer, choice)
+    model.functions[function.identifier()] = function
+    attach(model)
+    assert (DOMAIN, "UpdateCache", "") in model.functions
+    assert function.opset_imports[DOMAIN] == model.opset_imports[DOMAIN] == 1
+    results = session(model).run(None, {**call.feeds, "condition": np.array(True)})
+    for result in results:
+        assert result[0, :, 0, 0].tolist() == [0, 1, 0]
+
+
+def test_a_function_of_a_source_operator_that_came_with_the_model_stays() -> None:
+    inputs: Feeds = {"value": np.ones((1, 1, 1, 1), np.float32), "cache": np.zeros((1, 2, 1, 1), np.float32)}
+    call = source_call("llama", "update_cache", inputs | {"start_pos": np.array(0)}, "new_cache")
+    model = model_of(node_of(call))
+    formal = [ir.Value(name=name) for name in call.inputs]
+    identity = ir.node("Identity", [formal[1]])
+    own = ir.Function(
+        "llama",
+        "update_cache",
+        graph=ir.Graph(formal, identity.outputs, nodes=[identity], opset_imports={"": 17}),
+        attributes=[],
+    )
+    model.functions[own.identifier()] = own
+    attach(model)
+    assert list(model.functions.values()) == [own]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.graph.opset_imports.update({"": MINIMUM_OPSET - 1}), "needs opset 14 or newer"),
+        (lambda model: setattr(model.graph[0], "op_type", "Missing"), "there is no operator graphrewrite::Missing"),
+        (lambda model: model.graph[0].attributes.add(ir.AttrString("layout", "SBNH")), "layout is 'SBNH'"),
+        (lambda model: setattr(model.graph[0].inputs[10], "type", None), "is not known .*run shape inference"),
+        (lambda model: setattr(model.graph[0].inputs[10], "dtype", ir.DataType.INT32), "has element type INT32"),
+    ],
+    ids=["opset", "operator", "layout", "unknown mask type", "wrong mask type"],
+)
+def test_a_model_that_cannot_get_bodies_is_refused_and_unchanged(
+    change: Callable[[ir.Model], None], message: str
+) -> None:
+    model, _, _ = two_attentions({"mask": "bool"}, {"mask": "float"})
+    change(model)
+    before = ir.to_proto(model).SerializeToString(deterministic=True)
+    with pytest.raises(InputError, match=message):
+        attach(model)
+    assert ir.to_proto(model).SerializeToString(deterministic=True) == before
+
+
+def test_a_body_can_be_asked_for_by_signature() -> None:
+    call = update_call(np.ones((1, 1, 1, 2), np.float32), np.zeros((1, 3, 1, 2), np.float32), 1, "BNSH")
+    signature = signature_of(node_of(call))
+    assert signature == Signature("UpdateCache", (True, True, True), layout="BNSH")
+    assert body(signature).identifier() == (DOMAIN, "UpdateCache", "")
+    with pytest.raises(InputError, match="no function body for the operator graphrewrite::Missing"):
+        body(Signature("Missing", ()))

@@ -1,0 +1,256 @@
+"""Every source form: found, rewritten, equal to what it was, held still; every near miss: refused, with its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+from fx_forms import Layer, export, inputs
+from graph_text import fx_text, onnx_text
+from onnx_forms import FORMS, MASKED, SPELLED, build, steps
+from torch.export import ExportedProgram
+
+import graphrewrite as gr
+
+# A prefill of 5 tokens, two steps, and a chunk over what is cached.
+SCHEDULE = ((5, 0), (1, 5), (1, 6), (4, 7))
+# Outputs are averages of values of magnitude up to 4 (160 normal numbers), summed in float32 over at most C=32 products
+# in another order: each sum is off by about 2^-24 * sqrt(32) of their magnitude, and 4 covers the tail.
+TOLERANCE = {"rtol": 0.0, "atol": 4 * 4 * 2.0**-24 * 32**0.5}
+
+FX_FORMS = {
+    f"{form}{' symmetric' * symmetric}{' masked' * masked}{' spelled' * spelled}": {
+        "form": form,
+        "symmetric": symmetric,
+        "masked": masked,
+        "flaw": "spelled" * spelled,
+    }
+    for form in ("joint", "overlaid", "dequantized")
+    for symmetric, masked, spelled in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+}
+
+
+@cache
+def exported(name: str) -> ExportedProgram:
+    """The form, exported once: no test may change it, and a rewrite must not."""
+    return export(Layer(**FX_FORMS[name]))
+
+
+def fx_steps(masked: bool) -> list[tuple[Any, ...]]:
+    return [inputs(count, start, masked=masked) for count, start in SCHEDULE]
+
+
+def codes_of(report: gr.Report) -> list[str]:
+    return [refusal.code for refusal in report.refusals]
+
+
+@pytest.mark.parametrize("name", FX_FORMS)
+def test_fx_form_is_rewritten_and_equal(name: str) -> None:
+    options = FX_FORMS[name]
+    before = exported(name)
+    result = gr.rewrite(before, require=1)
+    (site,) = result.report.sites
+    assert (site.pattern, site.updates) == (f"{options['form']}-sdpa", "key+value")
+    assert site.current_tokens == ("quantized" if options["form"] == "dequantized" else "exact")
+    targets = {str(node.target) for node in result.model.graph.nodes if node.op == "call_function"}
+    assert {t for t in targets if "graphrewrite" in t} == {
+        "graphrewrite.update_quantized_cache.default",
+        "graphrewrite.custom_sdpa.default",
+    }
+    assert not {t for t in targets if "llama" in t or "quantize_per" in t or "functionalized" in t}
+    verification = gr.verify(before, result.model, fx_steps(bool(options["masked"])), **TOLERANCE)
+    assert verification.ok, verification.summary()
+
+
+@pytest.mark.parametrize("form", ["joint", "overlaid"])
+def test_current_tokens_can_be_read_back_from_the_cache(form: str) -> None:
+    before = exported(form)
+    result = gr.rewrite(before, current_tokens="quantized")
+    assert [site.current_tokens for site in result.report.sites] == ["quantized"]
+    assert not gr.verify(before, result.model, fx_steps(False), **TOLERANCE).ok  # lossy, as asked for
+    same = exported("dequantized")  # the form that reads them back itself
+    assert gr.verify(same, result.model, fx_steps(False), **TOLERANCE).ok
+
+
+@pytest.mark.parametrize("form", ["joint", "overlaid", "dequantized"])
+def test_decomposed_program_matches_too_and_stays_as_it_was(form: str) -> None:
+    program = exported(form).run_decompositions({})
+    text = fx_text(program)
+    assert len(gr.rewrite(program).report.sites) == 1
+    assert fx_text(program) == text
+
+
+@pytest.mark.parametrize("name", ["joint", "overlaid", "dequantized", "dequantized masked", "joint symmetric"])
+def test_exported_source_operators_are_rewritten_and_equal(name: str) -> None:
+    """O8: the FX form exported with its operators kept as nodes of their own domains."""
+    options = FX_FORMS[name]
+    before = gr.export_onnx(exported(name), output_names=["output"])
+    result = gr.rewrite(before, require=1)
+    (site,) = result.report.sites
+    assert (site.pattern, site.updates) == (f"{options['form']}-sdpa", "key+value")
+    assert {node.op_type for node in result.model.graph if node.domain} == {"UpdateQuantizedCache", "CustomSdpa"}
+    onnx.checker.check_model(ir.to_proto(result.model))
+    names = [value.name for value in before.graph.inputs]
+    feeds = [dict(zip(names, (t.numpy() for t in step), strict=False)) for step in fx_steps(bool(options["masked"]))]
+    verification = gr.verify(before, result.model, feeds, **TOLERANCE)
+    assert verification.ok, verification.summary()
+
+
+@pytest.mark.parametrize("name", ["joint", "overlaid", "dequantized"])
+def test_both_routes_to_onnx_give_the_same_operators(name: str) -> None:
+    """Rewriting in FX and exporting, or exporting and rewriting in ONNX: one graph."""
+    program = exported(name)
+    first = gr.export_onnx(gr.rewrite(program).model, output_names=["output"])
+    second = gr.rewrite(gr.export_onnx(program, output_names=["output"])).model
+    operators = [sorted((node.domain, node.op_type) for node in model.graph) for model in (first, second)]
+    assert operators[0] == operators[1]
+    assert gr.explain(first).already_fused == 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_onnx_form_is_rewritten_and_equal(name: str) -> None:
+    before = FORMS[name]()
+    text = onnx_text(before)
+    result = gr.rewrite(before, require=1)
+    assert onnx_text(before) == text
+    (site,) = result.report.sites
+    assert (site.pattern, site.layout, site.current_tokens) == ("dequantized-sdpa", "BNSH", "quantized")
+    kept = [node.op_type for node in result.model.graph]
+    assert "Attention" not in kept and "DequantizeLinear" not in kept and kept.count("CustomSdpa") == 1
+    onnx.checker.check_model(ir.to_proto(result.model))
+    verification = gr.verify(before, result.model, steps(), **TOLERANCE)
+    assert verification.ok, verification.summary()
+
+
+FX_REFUSALS = {
+    "scale-dtype": ("joint", {}),
+    "scale-granularity": ("joint", {}),
+    "zero-point-wraps": ("overlaid", {}),
+    "half-quantized": ("joint", {}),
+    "cache-not-quantized": ("overlaid", {}),
+    "causal-with-mask": ("joint", {"masked": True}),
+    "position-differs": ("overlaid", {}),
+}
+
+
+@pytest.mark.parametrize("code", FX_REFUSALS)
+def test_fx_near_miss_is_refused(code: str) -> None:
+    form, options = FX_REFUSALS[code]
+    program = export(Layer(form, flaw=code, **options))
+    result = gr.rewrite(program)
+    assert result.model is program and not result.report.sites
+    (refusal,) = result.report.refusals
+    assert refusal.code == code and refusal.nodes and refusal.message
+
+
+def test_reading_back_is_refused_where_the_cache_lacks_the_current_tokens() -> None:
+    program = export(Layer("joint", flaw="current-tokens-not-cached"))
+    assert codes_of(gr.rewrite(program, current_tokens="quantized").report) == ["current-tokens-not-cached"]
+    exact = gr.rewrite(program)
+    assert [site.updates for site in exact.report.sites] == ["none"]  # what is read is the cache before the writes
+    assert gr.verify(program, exact.model, fx_steps(False), **TOLERANCE).ok
+
+
+def test_writes_at_another_position_are_left_as_they_are() -> None:
+    program = export(Layer("joint", flaw="scales-elsewhere"))
+    result = gr.rewrite(program)
+    assert [site.updates for site in result.report.sites] == ["none"]
+    # Codes read with another row's scale reach far beyond 4, so the tolerance is that of the largest output.
+    assert gr.verify(program, result.model, fx_steps(False)).ok
+
+
+ATTENTION = 'Attention<is_causal=1>(query, key_float, value_float, "", "", "", valid)'
+GROUP_QUERY = """
+    output = com.microsoft.GroupQueryAttention<num_heads=4, kv_num_heads=2>(query, key, value, "", "", lengths, total)
+"""
+# code: how the graph differs from one that is rewritten
+ONNX_REFUSALS: dict[str, Callable[[], ir.Model]] = {
+    "attention-past": lambda: build(
+        replace=((ATTENTION, "Attention<is_causal=1>(query, key, value, , key_float, value_float)"),)
+    ),
+    "softcap": lambda: build(replace=(("Attention<is_causal=1>", "Attention<is_causal=1, softcap=30.0>"),)),
+    "attention-rank": lambda: build(
+        replace=(
+            (ATTENTION, "Attention<is_causal=1, q_num_heads=1, kv_num_heads=1>(q3, k3, v3)"),
+            (
+                "output = ",
+                "shape3 = Constant<value_ints=[0, -1, 16]>() q3 = Reshape(query, shape3) "
+                "k3 = Reshape(key_float, shape3) v3 = Reshape(value_float, shape3) output = ",
+            ),
+        )
+    ),
+    "mask-with-valid-length": lambda: build(
+        attention=MASKED, replace=(("value_float, mask)", 'value_float, mask, "", "", valid)'),)
+    ),
+    "no-pattern": lambda: build(replace=((ATTENTION, "Attention<is_causal=1>(query, key, value)"),)),
+    "half-quantized": lambda: build(replace=((ATTENTION, "Attention<is_causal=1>(query, key_float, value)"),)),
+    "zero-point-wraps": lambda: build(
+        dequantize=SPELLED,
+        replace=(
+            (
+                "key_difference = Sub(key_wide, key_zeros_wide)",
+                "key_narrow = Sub(key_codes_out, key_zeros_out) key_difference = Cast<to=1>(key_narrow)",
+            ),
+        ),
+    ),
+    "scale-granularity": lambda: build(
+        replace=(
+            (
+                "key_float = DequantizeLinear<axis=-1, block_size=16>",
+                "key_float = DequantizeLinear<axis=-2, block_size=1>",
+            ),
+        )
+    ),
+    "attention-form": lambda: ir.from_proto(
+        onnx.parser.parse_model(
+            '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
+            "layer (float[1,S,64] query, float[1,S,32] key, float[1,S,32] value, int32[1] lengths, int32[1] total)"
+            f" => (float[1,S,64] output) {{ {GROUP_QUERY} }}"
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("code", ONNX_REFUSALS)
+def test_onnx_near_miss_is_refused(code: str) -> None:
+    model = ONNX_REFUSALS[code]()
+    text = onnx_text(model)
+    result = gr.rewrite(model)
+    assert result.model is model and onnx_text(model) == text
+    (refusal,) = result.report.refusals
+    assert refusal.code == code and refusal.nodes and refusal.message
+
+
+def test_a_zero_point_dropped_or_another_scale_is_rewritten_as_it_stands() -> None:
+    """A graph that reads its cache in a strange way means just that, and the rewritten one means the same."""
+    for old, new in (
+        ("key_scales_out, key_zeros_out)", "key_scales_out)"),
+        ("key_scales_out, key_zeros_out)", "value_scales_out, key_zeros_out)"),
+    ):
+        strange = build(replace=((old, new),))
+        result = gr.rewrite(strange, require=1)
+        assert gr.verify(strange, result.model, steps(), **TOLERANCE).ok
+        assert not gr.verify(build(), result.model, steps(), **TOLERANCE).ok
+
+
+GOLDENS: dict[str, Callable[[], Any]] = {
+    **{
+        f"fx-{form}": lambda form=form: exported(form).run_decompositions({})
+        for form in ("joint", "overlaid", "dequantized")
+    },
+    "onnx-joint": lambda: gr.export_onnx(exported("joint"), output_names=["output"]),
+    "onnx-linear": build,
+    "onnx-spelled": lambda: build(dequantize=SPELLED, attention=MASKED),
+}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_graphs_before_and_after_stand_still(name: str, golden: Callable[[str, str], None]) -> None:
+    before = GOLDENS[name]()
+    text = onnx_text if isinstance(before, ir.Model) else fx_text
+    golden(f"{name}-before", text(before))
+    golden(f"{name}-after", text(gr.rewrite(before, require=1).model))
