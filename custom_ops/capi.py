@@ -1,8 +1,8 @@
 """The kernels through ctypes, without onnxruntime or torch.
 
 Functions mirror `graphrewrite/kernels.h`, which says what each one computes: operator inputs in order, then outputs,
-which the caller allocates, then attributes. Tensors are passed as descriptors of memory the caller owns and keeps alive
-for the call:
+which the caller allocates, then attributes. Tensors are passed as descriptors of memory that lives at least as long as
+the call:
 
     cache = np.zeros((1, 16, 2, 64), np.float32)
     update_cache(from_numpy(value), from_numpy(cache), from_numpy(np.array(3)), from_numpy(cache), threads=2)
@@ -63,6 +63,9 @@ class Tensor(ctypes.Structure):
         ("strides", ctypes.POINTER(ctypes.c_int64)),
     )
 
+    owner: object = None
+    """What keeps the memory alive, when that is known."""
+
 
 class _Threads(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int32), ("parallel_for", ctypes.c_void_p), ("context", ctypes.c_void_p))
@@ -84,12 +87,14 @@ def tensor(data: int, dtype: int, shape: Sequence[int], strides: Sequence[int] |
 
 
 def from_numpy(array: npt.NDArray[Any]) -> Tensor:
-    """Describes an array, which must outlive the descriptor. Its dtype must be one of `DTYPES`."""
+    """Describes an array and keeps it alive. Its dtype must be one of `DTYPES`."""
     dtype = DTYPES.get(array.dtype.name)
     if dtype is None:
         raise KernelError(f"element type {array.dtype.name} is not supported, expected one of {', '.join(DTYPES)}")
     strides = None if array.flags.c_contiguous else [stride // array.itemsize for stride in array.strides]
-    return tensor(array.ctypes.data, dtype, array.shape, strides)
+    descriptor = tensor(array.ctypes.data, dtype, array.shape, strides)
+    descriptor.owner = array
+    return descriptor
 
 
 @functools.cache

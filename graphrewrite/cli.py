@@ -162,6 +162,8 @@ def rewrite(
     except RequirementNotMet as error:
         _show(error.report, report)
         raise
+    if not result.report.attention_cores:
+        raise InputError(f"{source}: {result.report.summary()}, so there is nothing to rewrite")
     _show(result.report, report)
     if dry_run or target is None:
         return

@@ -41,7 +41,11 @@ class _Cache:
 
 @dataclass
 class _Run:
-    """A binding for a fixed number of new tokens, with the tensors whose contents change from run to run."""
+    """A binding for a fixed number of new tokens, with the tensors whose contents change from run to run.
+
+    Nothing is bound twice, and with that number all shapes are fixed: the logits of the first run are the buffer of the
+    later ones.
+    """
 
     binding: Any
     tokens: onnxruntime.OrtValue
@@ -191,9 +195,6 @@ class Decoder:
         run = self._prepare(rows.shape[1])
         ort_tensors.view(run.tokens)[...] = rows
         ort_tensors.view(run.position)[...] = self._filled
-        # Bound anew each time: a binding would otherwise offer the last run's logits as the buffer of this one, and
-        # their shape may differ.
-        run.binding.bind_output(self._logits)
         try:
             self._session.run_with_iobinding(run.binding)
         except Exception as error:  # onnxruntime's exceptions have no common base but Exception
@@ -298,6 +299,6 @@ def _allocate(entry: CacheEntry, value: Any) -> _Cache:
 
 
 def _last_row(logits: Array, batch: int) -> Array:
-    """Returns a copy: the memory belongs to the binding, which lets go of it at the next run."""
+    """Returns a copy: the memory belongs to the binding, which writes the next run's logits there."""
     last = logits[:, -1] if logits.ndim == 3 else logits
     return np.array(last.reshape(-1) if batch == 1 else last)

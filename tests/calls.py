@@ -58,7 +58,8 @@ def node_of(call: Call, suffix: str = "") -> ir.Node:
 
 def model_of(*nodes: ir.Node, opset: int = 17, returned: Mapping[str, ir.DataType] | None = None) -> ir.Model:
     """A model of these nodes, inputs and outputs in order; output types as onnxruntime infers them where not given."""
-    inputs = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
+    used = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
+    inputs = list(dict.fromkeys(used))
     outputs = [value for node in nodes for value in node.outputs]
     for value in outputs:
         if returned and value.name in returned:

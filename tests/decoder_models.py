@@ -57,10 +57,13 @@ def toy_decoder(
         nodes.append(helper.make_node("Identity", ["last"], ["logits"]))
     else:
         nodes += [
-            helper.make_node("Cast", ["tokens"], ["tokens_f"], to=float32),
-            helper.make_node("Mul", ["tokens_f", "zero"], ["zeros_2d"]),
-            helper.make_node("Unsqueeze", ["zeros_2d", "two"], ["zeros_3d"]),
-            helper.make_node("Add", ["last", "zeros_3d"], ["logits"]),
+            # Row i is off by its distance from the last row, so that only that one is right.
+            helper.make_node("Squeeze", ["count"], ["count_0d"]),
+            helper.make_node("Range", ["count_0d", "zero_i", "minus_one_i"], ["distances_1"]),
+            helper.make_node("Sub", ["distances_1", "one_i"], ["distances"]),
+            helper.make_node("Cast", ["distances"], ["distances_f"], to=float32),
+            helper.make_node("Unsqueeze", ["distances_f", "outer_axes"], ["distances_3d"]),
+            helper.make_node("Add", ["last", "distances_3d"], ["logits"]),
         ]
     inputs = [
         helper.make_tensor_value_info("tokens", int64, [batch, new_tokens]),
@@ -77,6 +80,10 @@ def toy_decoder(
         "slots": np.arange(capacity)[np.newaxis],
         "axis_1": np.array([1]),
         "two": np.array([2]),
+        "outer_axes": np.array([0, 2]),
+        "zero_i": np.array(0),
+        "one_i": np.array(1),
+        "minus_one_i": np.array(-1),
         "zero": np.array(0, np.float32),
         "bias": np.array(bias, np.float32),
     }

@@ -167,12 +167,12 @@ def test_a_rewritten_model_meets_the_requirement_and_is_not_written_again(
 
 def test_a_model_without_attention(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = files(folder)
-    assert cli.run(["rewrite", "plain.onnx", "out.onnx"]) == 0
-    assert capfd.readouterr().out.splitlines() == [
-        "no attention found in this model",
-        "nothing was rewritten; out.onnx is not written",
+    assert cli.run(["rewrite", "plain.onnx", "out.onnx"]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.splitlines() == [
+        "error: plain.onnx: no attention found in this model, so there is nothing to rewrite"
     ]
-    assert files(folder) == before
+    assert captured.out == "" and files(folder) == before
 
 
 @pytest.mark.parametrize("arguments", ["rewrite attention.onnx --dry-run", "rewrite attention.onnx o.onnx --dry-run"])

@@ -33,7 +33,7 @@ def toy_session(model: Any) -> onnxruntime.InferenceSession:
         pytest.param({}, [1, 2, 3, 4], 1, id="chunks of one"),
         pytest.param({}, [3], 512, id="one token"),
         pytest.param({"position_shape": ()}, [1, 2], 512, id="scalar position"),
-        pytest.param({"last_only": False}, [1, 2, 3], 2, id="logits of every token"),
+        pytest.param({"last_only": False}, [1, 2, 3], 512, id="logits of every token"),
         pytest.param({"new_tokens": 1}, [1, 2, 3], 512, id="model of one token a run"),
         pytest.param({"new_tokens": 2}, [1, 2, 3, 4], 512, id="model of two tokens a run"),
     ],
@@ -140,13 +140,16 @@ def test_overrun_is_refused_before_anything_runs(filled: int, new: int, chunk: i
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad", [[VOCABULARY + 5], [3, 4, VOCABULARY + 5]])
-def test_an_operator_error_leaves_position_and_decoder(in_place: bool, bad: list[int]) -> None:
+def test_an_operator_error_leaves_position_and_decoder(
+    in_place: bool, bad: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
     """A token outside the vocabulary fails in Gather; the chunks before it have run by then."""
     decoder = Decoder(toy_session(toy_decoder(in_place=in_place)))
     decoder.prefill([1, 2])
     with pytest.raises(KernelError, match="at position"):
         decoder.prefill(bad, chunk=1)
     assert decoder.position == 2
+    assert capfd.readouterr() == ("", "")
     np.testing.assert_allclose(decoder.step(3), toy_logits([1, 2, 3] if in_place else [3]), rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(decoder.caches["past_rows"][0, :3], TABLE[[1, 2, 3]])
 

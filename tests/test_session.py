@@ -121,6 +121,26 @@ def test_what_is_no_model_is_an_input_error_of_one_line(
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_unknown_provider_is_an_error_and_not_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="is not in available"), pytest.raises(InputError, match="Unknown Provider"):
+        sessions.session(toy_decoder(), use_library=False, providers=["AbacusExecutionProvider"])
+    assert capfd.readouterr().out == ""
+
+
+def test_an_operator_with_a_bad_attribute_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
+    shapes = {"query": [1, 4, 2, 8], "key_cache": [1, 4, 2, 8], "value_cache": [1, 4, 2, 8]}
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    inputs.append(helper.make_tensor_value_info("start_pos", TensorProto.INT64, []))
+    names = [value.name for value in inputs]
+    node = helper.make_node("CustomSdpa", names, ["output"], domain="graphrewrite", layout="odd")
+    output = helper.make_tensor_value_info("output", TensorProto.FLOAT, shapes["query"])
+    graph = helper.make_graph([node], "odd", inputs, [output])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("graphrewrite", 1)]
+    with pytest.raises(InputError, match='CustomSdpa: layout "odd"'):
+        sessions.session(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("threads", [0, -1, 1.5, True, "2"])
 def test_threads_must_be_a_positive_number(threads: Any) -> None:
     with pytest.raises(InputError, match="threads is"):

@@ -39,6 +39,26 @@ def test_the_per_token_source_operators_equal_torch_bit_for_bit(opset: int, kind
     np.testing.assert_array_equal(run_body(quantize, opset)[0], codes.numpy())
 
 
+def test_symmetric_scales_are_float32_whatever_an_export_declares() -> None:
+    # torch's shape function says float64 scales and int64 zero points, and its kernel returns float32 for both.
+    value = rows_of("random")
+    choose = node_of(
+        source_call("quantized_decomposed", "choose_qparams_per_token", {"input": value}, "s", "z", dtype=3)
+    )
+    for output, dtype in zip(choose.outputs, (ir.DataType.DOUBLE, ir.DataType.INT64), strict=True):
+        output.type = ir.TensorType(dtype)
+    codes = ir.Value(name="codes", type=ir.TensorType(ir.DataType.INT8))
+    limits = {"quant_min": -128, "quant_max": 127, "dtype": 3}
+    attributes = [ir.AttrInt64(name, number) for name, number in limits.items()]
+    inputs = [choose.inputs[0], *choose.outputs]
+    quantize = ir.Node("quantized_decomposed", "quantize_per_token", inputs, attributes, outputs=[codes])
+    model = model_of(choose, quantize)
+    attach(model)
+    scales, points, result = session(model).run(None, {"input": value})
+    assert (scales.dtype, points.dtype) == (np.float32, np.float32)
+    np.testing.assert_array_equal(result, reference.quantize(value, "symmetric")[0])
+
+
 @pytest.mark.parametrize("opset", [MINIMUM_OPSET, 17, 21, 25])
 @pytest.mark.parametrize("scales_type", ["float32", "float64", "float32 widened"])
 @pytest.mark.parametrize("points_type", ["int64", "int8", "int8 widened", "float32"])

@@ -37,6 +37,17 @@ def elementwise(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
+def subtraction(inputs: str) -> onnx.ModelProto:
+    """difference = a - b, with the graph's inputs in the order given."""
+    graph = helper.make_graph(
+        [helper.make_node("Sub", ["a", "b"], ["difference"])],
+        "subtraction",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in inputs.split()],
+        [helper.make_tensor_value_info("difference", TensorProto.FLOAT, [2])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
 class TorchToy(torch.nn.Module):
     """The toy decoder of decoder_models in torch, its cache a buffer; `per_step` is added to the logits."""
 
@@ -78,6 +89,9 @@ def torch_toy(decompose: bool = False, **settings: Any) -> Any:
         ),
         pytest.param(
             lambda: elementwise(scale=[[1.0]] * 2), lambda: elementwise(scale=[[[1.0]]]), False, ("b", 0), id="shape"
+        ),
+        pytest.param(
+            lambda: subtraction("a b"), lambda: subtraction("b a"), True, None, id="inputs by name, in another order"
         ),
         pytest.param(toy_decoder, toy_decoder, True, None, id="caches"),
         pytest.param(toy_decoder, lambda: toy_decoder(bias=0.01), False, ("logits", 0), id="logits of the first step"),

@@ -15,16 +15,18 @@ import onnx_ir as ir
 
 from graphrewrite.custom_ops.functions.bodies import MARK, body, has_body
 from graphrewrite.custom_ops.functions.expression import VARIANT
-from graphrewrite.custom_ops.functions.signature import DOMAIN, SOURCE_DOMAINS, Signature, signature_of
+from graphrewrite.custom_ops.functions.signature import (
+    DOMAIN,
+    RETURNED_TYPES,
+    SOURCE_DOMAINS,
+    Signature,
+    signature_of,
+)
 from graphrewrite.errors import InputError
 
 __all__ = ["attach"]
 
 _OVERLOADS_SINCE_IR_VERSION = 10
-# Operators that return other element types than torch's shape functions declare.
-_RETURNED_TYPES = {
-    ("quantized_decomposed", "choose_qparams_per_token"): (ir.DataType.FLOAT, ir.DataType.FLOAT),
-}
 
 
 def attach(model: ir.Model) -> None:
@@ -59,6 +61,7 @@ def attach(model: ir.Model) -> None:
     for node, chosen in numbers.items():
         _select(node, chosen)
         _drop_absent_inputs_at_the_end(node)
+        _declare_returned_types(node)
     for node, count in counts.items():
         node.resize_outputs(count)
     if any(function.overload for function in functions):
@@ -90,14 +93,19 @@ def _read(
             continue
         if not has_body(*operator):
             raise InputError(f"there is no operator {node.domain}::{node.op_type}")
-        for output, dtype in zip(node.outputs, _RETURNED_TYPES.get(operator, ()), strict=False):
-            output.dtype = dtype
         found.setdefault(operator, {}).setdefault(signature_of(node), []).append(node)
     return found
 
 
 def _is_ours(function: ir.Function) -> bool:
     return MARK in function.metadata_props
+
+
+def _declare_returned_types(node: ir.Node) -> None:
+    returned = RETURNED_TYPES.get((node.domain, node.op_type))
+    if returned is not None:
+        for output in node.outputs:
+            output.dtype = returned
 
 
 def _drop_absent_inputs_at_the_end(node: ir.Node) -> None:

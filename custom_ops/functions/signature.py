@@ -13,10 +13,13 @@ import onnx_ir as ir
 
 from graphrewrite.errors import InputError
 
-__all__ = ["DOMAIN", "SOURCE_DOMAINS", "Signature", "signature_of"]
+__all__ = ["DOMAIN", "RETURNED_TYPES", "SOURCE_DOMAINS", "Signature", "signature_of"]
 
 DOMAIN = "graphrewrite"
 SOURCE_DOMAINS = ("llama", "quantized_decomposed")
+
+RETURNED_TYPES = {("quantized_decomposed", "choose_qparams_per_token"): ir.DataType.FLOAT}
+"""Element type of all outputs of an operator that returns others than torch's shape function declares."""
 
 # Position of the mask among the inputs of each operator that takes one.
 _MASK_INPUT = {
@@ -125,7 +128,9 @@ def _known_type(node: ir.Node, position: int) -> ir.DataType:
             f"{_label(node)}: the element type of input {position} ({name}) is not known and its function body "
             "depends on it; run shape inference on the model first"
         )
-    return value.dtype
+    producer = value.producer()
+    returned = None if producer is None else RETURNED_TYPES.get((producer.domain, producer.op_type))
+    return returned or value.dtype
 
 
 def _per_token_types(node: ir.Node, attribute: str, default: ir.DataType) -> dict[str, ir.DataType | None]:

@@ -16,8 +16,9 @@ struct CachedRows {
 };
 
 struct Attention {
-    std::int64_t batch, rows, query_heads, kv_heads, group, dim; // B, S, Hq, Hkv, Hq / Hkv, D
-    Strided query, output;                                      // float
+    std::int64_t batch, rows, query_heads, kv_heads, group,
+        dim;               // B, S, Hq, Hkv, Hq / Hkv, D
+    Strided query, output; // float
     CachedRows key, value;
     Strided mask; // along batch, row, query head, key; stride 0 where broadcast
     bool mask_is_bool;
@@ -39,22 +40,31 @@ struct Tile {
     std::int64_t batch, kv_head, row_begin, row_end, key_begin, key_end;
 };
 
-// What the softmax over a part of the keys leaves, for rows = group x (row_end - row_begin), row r = row * group + head:
-// maximum [rows], sum of exp(score - maximum) [rows], and the same sum of values [rows, width], width >= D.
+// Whether the heads of one position lie side by side, so that a block of positions is one stretch of memory.
+static inline bool heads_together(const Attention& a, const CachedRows& rows) {
+    return a.kv_heads > 1 && rows.cache.stride[2] == a.dim && rows.cache.stride[1] == a.kv_heads * a.dim;
+}
+
+// What the softmax over a part of the keys leaves, for rows = group x (row_end - row_begin), row r = row * group +
+// head: maximum [rows], sum of exp(score - maximum) [rows], and the same sum of values [rows, width], width >= D.
 struct Partial {
     float* maximum;
     float* sum;
     float* values;
 };
 
-// The fast paths of one instruction set. They need every innermost stride of query, output, caches and recent rows to be 1.
+// The fast paths of one instruction set. They need every innermost stride of query, output, caches and recent rows to
+// be 1.
 struct AttentionKernels {
     // Tiles of at most this many rows (group x query rows) go to `few`, which reads the cache once and keeps nothing;
     // others to `many`, which first unpacks blocks of keys to floats.
     std::int64_t few_rows;
     std::int64_t (*width)(std::int64_t dim); // row pitch of Partial::values
-    std::int64_t (*few_scratch)(const Attention&, std::int64_t rows, std::int64_t keys);  // in floats
-    std::int64_t (*many_scratch)(const Attention&, std::int64_t rows);                    // in floats
+    std::int64_t (*few_scratch)(const Attention&, std::int64_t rows,
+                                std::int64_t keys); // in floats
+    std::int64_t (*many_scratch)(const Attention&,
+                                 std::int64_t rows); // in floats
+    // Both go on from a partial, at first with maximum -inf and zeros, and add the keys of the tile to it.
     void (*few)(const Attention&, const Tile&, const Partial&, float* scratch);
     void (*many)(const Attention&, const Tile&, const Partial&, float* scratch);
     // Merges `count` partials, each `pitch` floats after the one before, in order, and writes the output of the tile.

@@ -84,8 +84,8 @@ private:
         result.quantized = cache.dtype() == GR_INT8;
         if (result.quantized && rows.scales == nullptr)
             fail(op_, rows.scales_name, " is missing, and the int8 ", rows.cache_name, " needs it");
-        for (const auto& [name, tensor] : {std::pair{rows.scales_name, rows.scales},
-                                           std::pair{rows.zero_points_name, rows.zero_points}})
+        for (const auto& [name, tensor] :
+             {std::pair{rows.scales_name, rows.scales}, std::pair{rows.zero_points_name, rows.zero_points}})
             if (!result.quantized && tensor != nullptr)
                 fail(op_, name, " is given, but ", rows.cache_name, " is float32 and takes none");
         if (rows.scales != nullptr)
@@ -149,6 +149,8 @@ void check_scale(const char* op, float scale) {
         fail(op, "scale ", std::to_string(scale), " is not finite");
 }
 
-Attention check_attention(const char* op, const AttentionArguments& arguments) { return Checker(op, arguments).run(); }
+Attention check_attention(const char* op, const AttentionArguments& arguments) {
+    return Checker(op, arguments).run();
+}
 
 } // namespace gr

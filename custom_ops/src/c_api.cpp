@@ -6,7 +6,9 @@
 
 using namespace gr;
 
-const char* gr_version() { return GRAPHREWRITE_VERSION; }
+const char* gr_version() {
+    return GRAPHREWRITE_VERSION;
+}
 
 const char* gr_isa() {
     try {
@@ -43,10 +45,10 @@ std::int32_t gr_update_quantized_cache(const GrTensor* value, const GrTensor* co
 
 std::int32_t gr_custom_sdpa(const GrTensor* query, const GrTensor* key_cache, const GrTensor* value_cache,
                             const GrTensor* start_pos, const GrTensor* key_scales, const GrTensor* key_zero_points,
-                            const GrTensor* value_scales, const GrTensor* value_zero_points,
-                            const GrTensor* recent_key, const GrTensor* recent_value, const GrTensor* attn_mask,
-                            const GrTensor* output, std::int32_t is_causal, const float* scale, const char* layout,
-                            const GrThreads* threads, char* error, std::size_t error_size) {
+                            const GrTensor* value_scales, const GrTensor* value_zero_points, const GrTensor* recent_key,
+                            const GrTensor* recent_value, const GrTensor* attn_mask, const GrTensor* output,
+                            std::int32_t is_causal, const float* scale, const char* layout, const GrThreads* threads,
+                            char* error, std::size_t error_size) {
     constexpr const char* op = "CustomSdpa";
     return guarded(op, error, error_size, [&] {
         const Attention attention = check_attention(
@@ -60,13 +62,12 @@ std::int32_t gr_sdpa_with_kv_cache(const GrTensor* query, const GrTensor* key, c
                                    const GrTensor* key_cache, const GrTensor* value_cache, const GrTensor* start_pos,
                                    const GrTensor* attn_mask, const GrTensor* output, const GrTensor* new_key_cache,
                                    const GrTensor* new_value_cache, std::int32_t is_causal, const float* scale,
-                                   const char* layout, const GrThreads* threads, char* error,
-                                   std::size_t error_size) {
+                                   const char* layout, const GrThreads* threads, char* error, std::size_t error_size) {
     constexpr const char* op = "SdpaWithKvCache";
     return guarded(op, error, error_size, [&] {
-        const AttentionArguments arguments{query,   key_cache, value_cache, start_pos,       nullptr,
-                                           nullptr, nullptr,   nullptr,     nullptr,         nullptr,
-                                           attn_mask, output,  is_causal != 0, scale, parse_layout(op, layout)};
+        const AttentionArguments arguments{query,     key_cache, value_cache,    start_pos, nullptr,
+                                           nullptr,   nullptr,   nullptr,        nullptr,   nullptr,
+                                           attn_mask, output,    is_causal != 0, scale,     parse_layout(op, layout)};
         sdpa_with_kv_cache(op, arguments, key, value, new_key_cache, new_value_cache, Threads(threads));
     });
 }

@@ -18,10 +18,18 @@ public:
     using std::runtime_error::runtime_error;
 };
 
-inline std::string to_text(const char* value) { return value; }
-inline std::string to_text(const std::string& value) { return value; }
-inline std::string to_text(std::int64_t value) { return std::to_string(value); }
-inline std::string to_text(std::int32_t value) { return std::to_string(value); }
+inline std::string to_text(const char* value) {
+    return value;
+}
+inline std::string to_text(const std::string& value) {
+    return value;
+}
+inline std::string to_text(std::int64_t value) {
+    return std::to_string(value);
+}
+inline std::string to_text(std::int32_t value) {
+    return std::to_string(value);
+}
 
 // Throws "op: part part ..." with the parts joined without separators.
 template <typename... Parts> [[noreturn]] void fail(const char* op, const Parts&... parts) {

@@ -29,9 +29,17 @@ static inline T* at(const Strided& operand, std::int64_t b, std::int64_t s, std:
            d * operand.stride[3];
 }
 
-static inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-static inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-static inline std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-static inline std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
+static inline std::int64_t smaller(std::int64_t a, std::int64_t b) {
+    return a < b ? a : b;
+}
+static inline std::int64_t larger(std::int64_t a, std::int64_t b) {
+    return a > b ? a : b;
+}
+static inline std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+    return (a + b - 1) / b;
+}
+static inline std::int64_t round_up(std::int64_t a, std::int64_t b) {
+    return divide_up(a, b) * b;
+}
 
 } // namespace gr

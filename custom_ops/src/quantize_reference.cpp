@@ -32,8 +32,7 @@ void quantize_asymmetric(const float* row, std::int64_t dim, std::int8_t* codes,
         codes[d] = to_code(std::nearbyint(row[d] * parameters.inverse_scale + parameters.shift));
 }
 
-void quantize_symmetric(const float* row, std::int64_t dim, std::int8_t* codes, float* scale,
-                        std::int8_t* zero_point) {
+void quantize_symmetric(const float* row, std::int64_t dim, std::int8_t* codes, float* scale, std::int8_t* zero_point) {
     float largest = 0;
     for (std::int64_t d = 0; d < dim; ++d)
         largest = !(std::fabs(row[d]) <= largest) && !std::isnan(largest) ? std::fabs(row[d]) : largest;

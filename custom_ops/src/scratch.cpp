@@ -18,7 +18,9 @@ struct Buffer {
     std::size_t bytes = 0;
 };
 
-void release(const Buffer& buffer) { ::operator delete(buffer.data, kAlignment); }
+void release(const Buffer& buffer) {
+    ::operator delete(buffer.data, kAlignment);
+}
 
 class Pool {
 public:
@@ -75,6 +77,8 @@ Scratch::Scratch(std::size_t bytes) {
     bytes_ = buffer.bytes;
 }
 
-Scratch::~Scratch() { pool().give({data_, bytes_}); }
+Scratch::~Scratch() {
+    pool().give({data_, bytes_});
+}
 
 } // namespace gr

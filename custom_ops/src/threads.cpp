@@ -7,7 +7,8 @@
 namespace gr {
 
 Threads::Threads(const GrThreads* threads)
-    : threads_(threads), workers_(threads != nullptr && threads->count > 1 ? static_cast<std::size_t>(threads->count) : 1) {}
+    : threads_(threads),
+      workers_(threads != nullptr && threads->count > 1 ? static_cast<std::size_t>(threads->count) : 1) {}
 
 void Threads::launch(std::size_t workers, void (*work)(void*, std::size_t), void* argument) const {
     if (workers > 1 && threads_->parallel_for != nullptr) {

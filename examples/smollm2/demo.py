@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from tokenizers.decoders import DecodeStream
 import graphrewrite as gr
 from examples.smollm2 import compare, measure, peer, programs
 from examples.smollm2.memory import footprint
+from examples.smollm2.model import Decoder
 from examples.smollm2.prompts import PROMPTS, SHOWN
 from examples.smollm2.results import Results, table
 from examples.smollm2.tokenizer import ChatTokenizer, load_tokenizer
@@ -72,14 +75,11 @@ class Progress:
         self._status.update(text)
 
 
-def run(plan: Plan, output: Path, threads: int, work: Path) -> Results:
-    """Everything the demo does; ``work`` is a folder for files that are not kept."""
-    started = time.perf_counter()
+def run(
+    plan: Plan, model: Decoder, tokenizer: ChatTokenizer, output: Path, threads: int, work: Path, progress: Progress
+) -> Results:
+    """Everything the demo does with the model; ``work`` is a folder for files that are not kept."""
     torch.set_num_threads(threads)
-    progress = Progress()
-    with progress.stage("read the model"):
-        reader = read_gguf()
-        model, tokenizer = load_model(reader, capacity=CAPACITY), load_tokenizer(reader)
     with progress.stage(f"export and rewrite, caches of {CAPACITY} positions"):
         full = programs.build(model, CAPACITY)
     report = full.report
@@ -97,7 +97,7 @@ def run(plan: Plan, output: Path, threads: int, work: Path) -> Results:
     prompts = [tokenizer.encode_chat(prompt) for prompt in PROMPTS[: plan.prompts]]
     with progress.stage("compare greedy tokens"):
         results.agreements = _compare(small, before, after, prompts, plan, threads, progress)
-    del small, model
+    del small
     _measure(results, before, after, plan, progress)
     with progress.stage("peak memory, each program in a process of its own"):
         results.onnx_footprints = (footprint(before, threads), footprint(after, threads))
@@ -105,7 +105,6 @@ def run(plan: Plan, output: Path, threads: int, work: Path) -> Results:
             results.torch_footprints = (footprint(saved[0], threads), footprint(saved[1], threads))
     with progress.stage("one attention layer beside onnxruntime's own"):
         results.layer = peer.layer_times(threads, seconds=plan.seconds)
-    results.seconds = time.perf_counter() - started
     return results
 
 
@@ -150,7 +149,13 @@ def _compare(
         "onnxruntime before": compare.decoder_program(gr.Decoder(sessions[0])),
         "onnxruntime after": compare.decoder_program(gr.Decoder(sessions[1])),
     }
-    return compare.compare(candidates, prompts, plan.tokens, progress.detail)
+    # A step in torch is thousands of small operators. Shared out between threads, each one waits for a thread that the
+    # system may have put aside, which makes steps several times slower as soon as the machine does anything else.
+    torch.set_num_threads(1)
+    try:
+        return compare.compare(candidates, prompts, plan.tokens, progress.detail)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _measure(results: Results, before: Path, after: Path, plan: Plan, progress: Progress) -> None:
@@ -178,6 +183,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _quieten_torch() -> None:
+    """Keep remarks about torch's own insides off the screen."""
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
+
+
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -190,14 +201,22 @@ def _write_json(results: Results, path: Path) -> None:
 
 def main() -> int:
     options = _arguments()
+    started = time.perf_counter()
+    progress = Progress()
+    _quieten_torch()
     try:
         for path in filter(None, (options.output, options.json)):
             check_output(path.absolute())
         with tempfile.TemporaryDirectory(prefix="smollm2-") as work:
-            results = run(QUICK if options.quick else FULL, options.output, options.threads, Path(work))
+            with progress.stage("read the model"):
+                reader = read_gguf()
+                model, tokenizer = load_model(reader, capacity=CAPACITY), load_tokenizer(reader)
+            plan = QUICK if options.quick else FULL
+            results = run(plan, model, tokenizer, options.output, options.threads, Path(work), progress)
     except gr.GraphRewriteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, gr.RequirementNotMet) else 2
+    results.seconds = time.perf_counter() - started
     Console().print(table(results))
     if options.json:
         _write_json(results, options.json)

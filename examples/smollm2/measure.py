@@ -54,7 +54,7 @@ class StepRunner:
         for source, present, target, following in self._caches:
             binding.bind_ortvalue_input(source, present)
             binding.bind_ortvalue_output(target, following)
-        binding.bind_cpu_input(self._tokens, np.full((1, count), 1000, dtype=np.int64))
+        binding.bind_cpu_input(self._tokens, np.ones((1, count), dtype=np.int64))
         binding.bind_cpu_input(self._position, np.array([position], dtype=np.int64))
         for name in self._outputs:
             binding.bind_output(name)

@@ -40,7 +40,7 @@ def table(results: Results) -> Table:
     made.add_column("", overflow="fold")
     for heading in ("before", "after", ""):
         made.add_column(heading, justify="right", overflow="fold")
-    made.add_row("attention sites matched", str(results.attention_cores), str(results.sites), "")
+    made.add_row("attention sites matched", "", f"{results.sites} of {results.attention_cores}", "")
     _add_agreements(made, results)
     _add_speeds(made, results)
     made.add_section()

@@ -71,7 +71,7 @@ class OnnxGraph:
             if mask is not None and not is_causal:
                 return Mismatch(
                     "mask-with-valid-length",
-                    "Attention has a mask and nonpad_kv_seqlen and is not causal; the fused operator takes one of the two",
+                    "Attention has a mask and nonpad_kv_seqlen and is not causal; the fused operator takes one",
                     (name,),
                     remedy="fold the valid length into the mask, or set is_causal",
                 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -182,21 +181,15 @@ def _compare_step(
 def _cache_pairs(
     before: dict[str, Array], after: dict[str, Array], notes: dict[str, None]
 ) -> Iterator[tuple[str, Array, Array]]:
-    """Pairs caches by name (in the spelling of either format), in the order of `before`."""
-    others = {_plain(name): name for name in after}
+    """Pairs caches by name, in the order of `before`."""
     for name, array in before.items():
-        partner = others.pop(_plain(name), None)
-        if partner is None or after[partner].dtype != array.dtype or after[partner].shape != array.shape:
-            notes[f"cache {name!r} has no counterpart of its name, type and shape and is not compared"] = None
+        partner = after.get(name)
+        if partner is not None and partner.dtype == array.dtype and partner.shape == array.shape:
+            yield name, array, partner
         else:
-            yield partner, array, after[partner]
-    for name in others.values():
+            notes[f"cache {name!r} has no counterpart of its name, type and shape and is not compared"] = None
+    for name in (name for name in after if name not in before):
         notes[f"cache {name!r} has no counterpart of its name, type and shape and is not compared"] = None
-
-
-def _plain(name: str) -> str:
-    """A buffer ``layers.0.k_cache`` is ``b_layers_0_k_cache`` as a placeholder and may be either in an ONNX model."""
-    return re.sub(r"\W", "_", name).removeprefix("b_")
 
 
 def _finite(value: Any) -> Any:

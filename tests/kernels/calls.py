@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from graphrewrite.custom_ops import capi
 from graphrewrite.errors import KernelError
-
 from tests.kernels.reference import Sdpa, to_layout
 
 Array = npt.NDArray[Any]
@@ -68,9 +67,9 @@ def custom_sdpa(
     query = arrays[0]
     assert query is not None
     output = place(np.full_like(query, np.nan))
+    tensors: list[Any] = [describe(array) for array in [*arrays, output]]
     capi.custom_sdpa(
-        *[describe(array) for array in arrays],  # type: ignore[arg-type]
-        capi.from_numpy(output),
+        *tensors,
         is_causal=arguments.is_causal,
         scale=arguments.scale,
         layout=layout,

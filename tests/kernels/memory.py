@@ -16,7 +16,7 @@ _MAP_PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
@@ -33,6 +33,6 @@ def guarded(array: npt.NDArray[Any], *, at_end: bool = True) -> npt.NDArray[Any]
     address = base + page + (middle - array.nbytes if at_end else 0)
     buffer = (ctypes.c_char * array.nbytes).from_address(address)
     weakref.finalize(buffer, _libc.munmap, base, total)
-    copy = np.frombuffer(buffer, array.dtype).reshape(array.shape) if array.size else array.copy()
+    copy: npt.NDArray[Any] = np.ndarray(array.shape, array.dtype, memoryview(buffer))
     copy[...] = array
     return copy

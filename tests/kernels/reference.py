@@ -21,7 +21,7 @@ def to_layout(array: Array, layout: str) -> Array:
 
 def update_cache(value: Array, cache: Array, start_pos: Array) -> Array:
     """Rows [start_pos, start_pos + S) of the cache become `value`."""
-    result = cache.copy()
+    result: Array = cache.copy()
     for b, start in enumerate(np.broadcast_to(start_pos, (len(cache),))):
         result[b, start : start + value.shape[1]] = value[b]
     return result
@@ -30,7 +30,8 @@ def update_cache(value: Array, cache: Array, start_pos: Array) -> Array:
 def dequantize(codes: Array, scales: Array, zero_points: Array | None) -> Array:
     """float32(code - zero_point) * scale, the difference in a type that holds it."""
     wide = codes.astype(np.int32) - (0 if zero_points is None else zero_points.astype(np.int32))
-    return wide.astype(np.float32) * scales
+    rows: Array = wide.astype(np.float32) * scales
+    return rows
 
 
 def quantize(value: Array, scheme: str = "asymmetric") -> tuple[Array, Array, Array]:
@@ -84,7 +85,7 @@ def visible_slots(arguments: Sdpa) -> Array:
     capacity = a.key_cache.shape[1]
     start = np.broadcast_to(a.start_pos, (batch,)).reshape(batch, 1, 1, 1)
     slot = np.arange(capacity).reshape(1, 1, 1, capacity)
-    visible = np.broadcast_to(slot < start + rows, (batch, heads, rows, capacity)).copy()
+    visible: Array = np.broadcast_to(slot < start + rows, (batch, heads, rows, capacity)).copy()
     if a.attn_mask is not None:
         covered = a.attn_mask.shape[-1]
         visible[...] = slot < covered

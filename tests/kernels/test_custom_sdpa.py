@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.kernels.calls import custom_sdpa, instruction_set, instruction_sets
 from tests.kernels.memory import guarded
 from tests.kernels.reference import Sdpa, make_sdpa, sdpa_with_bound, visible_slots
 
+Array = npt.NDArray[Any]
 ISAS = instruction_sets()
 
 
@@ -110,7 +112,7 @@ def table() -> list[Case]:
     return cases
 
 
-# Head sizes that fill no vector, groups of every size the decoding kernel distinguishes, long caches that are read in parts.
+# Head sizes that fill no vector, groups of every size that decoding distinguishes, long caches that are read in parts.
 ODD = [
     *(
         Case("int8", (group, 1), dim, 1, start=21)
@@ -135,7 +137,7 @@ def check(actual: Any, arguments: Sdpa) -> None:
 
 def spoil_hidden(arguments: Sdpa) -> Sdpa:
     """The same, with NaN in every slot that no row sees: in the scales where the cache holds codes."""
-    unseen = ~visible_slots(arguments).any(axis=(1, 2))  # [B,C]
+    unseen = np.logical_not(visible_slots(arguments).any(axis=(1, 2)))  # [B,C]
     batch, rows = arguments.query.shape[:2]
     changed: dict[str, Any] = {}
     for which in ("key", "value"):

@@ -29,7 +29,6 @@ TENSORS = {
         *("output", "new_key_cache", "new_value_cache"),
     ],
 }
-OUTPUTS = {"new_cache", "new_codes", "new_scales", "new_zero_points", "output", "new_key_cache", "new_value_cache"}
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "UpdateCache": capi.update_cache,
     "UpdateQuantizedCache": capi.update_quantized_cache,
@@ -38,12 +37,16 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
+# Every array is different, so that a write shows.
+RANDOM = np.random.default_rng(0)
+
+
 def floats(*shape: int) -> Any:
-    return np.ones(shape, np.float32)
+    return RANDOM.standard_normal(shape, dtype=np.float32)
 
 
 def codes(*shape: int) -> Any:
-    return np.ones(shape, np.int8)
+    return RANDOM.integers(-128, 128, shape).astype(np.int8)
 
 
 def good(op: str, cache: str) -> Arguments:
@@ -55,7 +58,7 @@ def good(op: str, cache: str) -> Arguments:
         }
     if op == "UpdateQuantizedCache":
         state = {"codes": codes(2, 8, 2, 16), "scales": floats(2, 8, 2, 1), "zero_points": codes(2, 8, 2, 1)}
-        new = {f"new_{name}": array.copy() for name, array in state.items()}
+        new = {"new_codes": codes(2, 8, 2, 16), "new_scales": floats(2, 8, 2, 1), "new_zero_points": codes(2, 8, 2, 1)}
         return {"value": floats(2, 3, 2, 16), "start_pos": start} | state | new
     if op == "SdpaWithKvCache":
         caches = {f"{prefix}{name}_cache": floats(2, 8, 2, 16) for prefix in ("", "new_") for name in ("key", "value")}
@@ -195,7 +198,7 @@ ERRORS: list[tuple[str, Arguments, str]] = [
     ("target", "change", "message"), ERRORS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_bad_argument(target: str, change: Arguments, message: str) -> None:
-    op, cache = (target.split() + ["int8"])[:2]
+    op, cache = [*target.split(), "int8"][:2]
     arguments = good(op, cache) | change
     before = {name: array.copy() for name, array in arguments.items() if isinstance(array, np.ndarray)}
     with pytest.raises(KernelError) as caught:
@@ -210,13 +213,13 @@ def test_bad_argument(target: str, change: Arguments, message: str) -> None:
     "target", ["UpdateCache", "UpdateQuantizedCache", "CustomSdpa", "CustomSdpa float", "SdpaWithKvCache"]
 )
 def test_the_arguments_the_errors_start_from_are_good(target: str) -> None:
-    op, cache = (target.split() + ["int8"])[:2]
+    op, cache = [*target.split(), "int8"][:2]
     call(op, good(op, cache))
 
 
 def shifted(array: Any) -> Any:
     """Two views of one buffer, half of each in the other."""
-    buffer = np.ones(array.size * 3 // 2, array.dtype)
+    buffer = RANDOM.integers(-128, 128, array.size * 3 // 2).astype(array.dtype)
     return buffer[: array.size].reshape(array.shape), buffer[array.size // 2 :].reshape(array.shape)
 
 
@@ -235,7 +238,7 @@ OVERLAPS = [
 
 @pytest.mark.parametrize(("target", "first", "second"), OVERLAPS)
 def test_partly_overlapping_buffers_are_an_error(target: str, first: str, second: str) -> None:
-    op, cache = (target.split() + ["int8"])[:2]
+    op, cache = [*target.split(), "int8"][:2]
     arguments = good(op, cache)
     arguments[first], arguments[second] = shifted(arguments[first])
     before = {name: array.copy() for name, array in arguments.items()}

@@ -11,9 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from graphrewrite.custom_ops import capi
-
 from tests.kernels import reference
-from tests.kernels.calls import custom_sdpa, instruction_set, instruction_sets
+from tests.kernels.calls import custom_sdpa, describe, instruction_set, instruction_sets
 from tests.kernels.memory import guarded
 from tests.kernels.reference import make_sdpa, sdpa_with_bound, to_layout
 
@@ -37,11 +36,11 @@ def test_update_cache(dtype: str, layout: str, start: Any, in_place: bool) -> No
     random = np.random.default_rng(1)
     value, cache = (random.integers(0, 2, (2, size, 3, 4)).astype(dtype) for size in (3, 8))
     expected = reference.update_cache(value, cache, np.asarray(start))
-    place = [guarded(to_layout(array, layout)) for array in (value, cache)]
-    new_cache = update(*place, start, in_place=in_place, layout=layout, threads=2)
+    rows, before = (guarded(to_layout(array, layout)) for array in (value, cache))
+    new_cache = update(rows, before, start, in_place=in_place, layout=layout, threads=2)
     np.testing.assert_array_equal(to_layout(new_cache, layout), expected)
     if not in_place:
-        np.testing.assert_array_equal(to_layout(place[1], layout), cache)
+        np.testing.assert_array_equal(to_layout(before, layout), cache)
 
 
 def test_update_cache_moves_any_16_bits() -> None:
@@ -83,12 +82,10 @@ def update_quantized(
 ) -> list[Array]:
     """The new state; without zero points when `state` has none."""
     new = state if in_place else [np.zeros_like(array) for array in state]
-    position = capi.from_numpy(np.asarray(start, np.int64))
-    before, after = ([capi.from_numpy(array) for array in arrays] for arrays in (state, new))
-    points = (before[2], after[2]) if len(state) == 3 else (None, None)
-    capi.update_quantized_cache(
-        capi.from_numpy(value), *before[:2], position, points[0], *after[:2], points[1], **attributes
-    )
+    before, after = ([*arrays, None][:3] for arrays in (state, new))
+    arrays = [value, *before[:2], np.asarray(start, np.int64), before[2], *after]
+    tensors: list[Any] = [describe(array) for array in arrays]
+    capi.update_quantized_cache(*tensors, **attributes)
     return new
 
 
@@ -227,16 +224,9 @@ def test_sdpa_with_kv_cache(isa: str, layout: str, mask: str | None, rows: int, 
     query = to_layout(arguments.query, layout)
     output = np.full_like(query, np.nan)
     inputs = [query, *(to_layout(value, layout) for value in rows_of.values()), *caches.values(), arguments.start_pos]
-    mask_tensor = None if arguments.attn_mask is None else capi.from_numpy(arguments.attn_mask)
+    tensors: list[Any] = [describe(array) for array in [*inputs, arguments.attn_mask, output, *new.values()]]
     with instruction_set(isa):
-        capi.sdpa_with_kv_cache(
-            *map(capi.from_numpy, inputs),
-            mask_tensor,
-            *map(capi.from_numpy, [output, *new.values()]),
-            is_causal=True,
-            layout=layout,
-            threads=2,
-        )
+        capi.sdpa_with_kv_cache(*tensors, is_causal=True, layout=layout, threads=2)
         # Reading the new rows back from a float cache, or as exact rows beside it, is the same thing.
         without = replace(arguments, recent_key=None, recent_value=None)
         for name, cache in new.items():

@@ -9,9 +9,10 @@
  *  - Everything is checked before anything is written: after an error no output has changed.
  *  - A tensor that an operator declares optional may be absent: pass NULL.
  *  - `layout` is "BSNH" ([B, S, H, D], also meant by NULL) or "BNSH" ([B, H, S, D]) and holds for every rank-4 tensor.
- *  - `start_pos` is int64, a scalar (one element) or one position per sequence, [B]; 0 <= start_pos, start_pos + S <= C.
- *  - An output may share its buffer only with the input its operator writes in place: same address and strides. Then only
- *    the new rows are written. Every other overlap of an output is an error.
+ *  - `start_pos` is int64, a scalar (one element) or one position per sequence, [B]; 0 <= start_pos, start_pos + S <=
+ * C.
+ *  - An output may share its buffer only with the input its operator writes in place: same address and strides. Then
+ * only the new rows are written. Every other overlap of an output is an error.
  *  - The functions are thread safe; calls that write the same buffer are the caller's to order.
  */
 #ifndef GRAPHREWRITE_KERNELS_H
@@ -74,7 +75,8 @@ GR_API const char* gr_version(void);
  * unknown or that this processor lacks. Every call fails then, and says so. */
 GR_API const char* gr_isa(void);
 
-/* Selects an instruction set for calls that start afterwards. NULL: as at load (GRAPHREWRITE_ISA, else the best one). */
+/* Selects an instruction set for calls that start afterwards. NULL: as at load (GRAPHREWRITE_ISA, else the best one).
+ */
 GR_API int32_t gr_set_isa(const char* name, char* error, size_t error_size);
 
 /* Writes value rows [start_pos, start_pos + S) of a cache; every other row is the cache's.
@@ -85,8 +87,8 @@ GR_API int32_t gr_update_cache(const GrTensor* value, const GrTensor* cache, con
 
 /* Quantizes value per token and head, and writes codes, scales and zero points of the new rows.
  * value float[B,S,H,D], codes int8[B,C,H,D], scales float[B,C,H,1], zero_points? int8[B,C,H,1] -> the same three, new
- * (in place: each one its own). `scheme`, which gives the numerics of torch's quantized_decomposed operators bit for bit:
- *   "asymmetric" (also meant by NULL): choose_qparams_per_token_asymmetric, quantize_per_token; needs zero_points.
+ * (in place: each one its own). `scheme`, which gives the numerics of torch's quantized_decomposed operators bit for
+ * bit: "asymmetric" (also meant by NULL): choose_qparams_per_token_asymmetric, quantize_per_token; needs zero_points.
  *   "symmetric": choose_qparams_per_token, quantize_per_token; zero_points, when present, are set to 0.
  * A row with NaN, or whose range overflows, gets that scale (NaN or infinity), zero point 0 and torch's codes. */
 GR_API int32_t gr_update_quantized_cache(const GrTensor* value, const GrTensor* codes, const GrTensor* scales,
@@ -113,8 +115,8 @@ GR_API int32_t gr_custom_sdpa(const GrTensor* query, const GrTensor* key_cache, 
                               const GrThreads* threads, char* error, size_t error_size);
 
 /* gr_update_cache of key and value, then gr_custom_sdpa over the new caches; float.
- * query [B,S,Hq,D], key, value [B,S,Hkv,D], caches [B,C,Hkv,D] -> output [B,S,Hq,D], new_key_cache (in place: key_cache),
- * new_value_cache (in place: value_cache). */
+ * query [B,S,Hq,D], key, value [B,S,Hkv,D], caches [B,C,Hkv,D] -> output [B,S,Hq,D], new_key_cache (in place:
+ * key_cache), new_value_cache (in place: value_cache). */
 GR_API int32_t gr_sdpa_with_kv_cache(const GrTensor* query, const GrTensor* key, const GrTensor* value,
                                      const GrTensor* key_cache, const GrTensor* value_cache, const GrTensor* start_pos,
                                      const GrTensor* attn_mask, const GrTensor* output, const GrTensor* new_key_cache,

@@ -18,7 +18,9 @@ struct Vector : Avx2 {
     }
 };
 
-std::int64_t width(std::int64_t dim) { return round_up(dim, 2 * Vector::kWidth); }
+std::int64_t width(std::int64_t dim) {
+    return round_up(dim, 2 * Vector::kWidth);
+}
 
 constexpr AttentionKernels kAttention{simd::kFewRows,
                                       width,

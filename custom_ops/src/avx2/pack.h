@@ -1,5 +1,5 @@
-// Unpacks blocks of keys: 16 rows, dequantized to floats and transposed, so that one vector holds one element of several
-// keys.
+// Unpacks blocks of keys: 16 rows, dequantized to floats and transposed, so that one vector holds one element of
+// several keys.
 #pragma once
 
 #include <immintrin.h>
@@ -88,8 +88,8 @@ static inline void pack_keys(const float* row, std::int64_t stride, std::int64_t
         for (std::int64_t half = 0; half < 16; half += 8) {
             __m256 x[8];
             for (std::int64_t k = 0; k < 8; ++k)
-                x[k] = half + k < keys ? _mm256_maskload_ps(row + (half + k) * stride + d, present)
-                                       : _mm256_setzero_ps();
+                x[k] =
+                    half + k < keys ? _mm256_maskload_ps(row + (half + k) * stride + d, present) : _mm256_setzero_ps();
             transpose_floats(x);
             for (std::int64_t k = 0; k < count; ++k)
                 _mm256_storeu_ps(out + (d + k) * pitch + half, x[k]);

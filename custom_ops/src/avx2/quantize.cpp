@@ -1,4 +1,5 @@
-// Per-token quantization for AVX2: the same operations in the same order as ../quantize_reference.cpp, without contraction.
+// Per-token quantization for AVX2: the same operations in the same order as ../quantize_reference.cpp, without
+// contraction.
 #include "quantize.h"
 
 #include <immintrin.h>
@@ -87,8 +88,7 @@ void quantize_asymmetric(const float* row, std::int64_t dim, std::int8_t* codes,
     });
 }
 
-void quantize_symmetric(const float* row, std::int64_t dim, std::int8_t* codes, float* scale,
-                        std::int8_t* zero_point) {
+void quantize_symmetric(const float* row, std::int64_t dim, std::int8_t* codes, float* scale, std::int8_t* zero_point) {
     const Extremes range = extremes(row, dim);
     const float largest = range.highest > -range.lowest ? range.highest : -range.lowest;
     const SymmetricParameters parameters = choose_symmetric(largest);

@@ -75,9 +75,7 @@ class Api {
 public:
     explicit Api(const OrtApi* table) : table_(reinterpret_cast<const AnyFunction*>(table)) {}
 
-    OrtStatus* CreateStatus(int code, const char* message) const {
-        return call<0, OrtStatus*>(code, message);
-    }
+    OrtStatus* CreateStatus(int code, const char* message) const { return call<0, OrtStatus*>(code, message); }
     const char* GetErrorMessage(const OrtStatus* status) const { return call<2, const char*>(status); }
     OrtStatus* CreateCustomOpDomain(const char* name, OrtCustomOpDomain** domain) const {
         return call<26, OrtStatus*>(name, domain);
@@ -117,7 +115,8 @@ public:
     OrtStatus* KernelContext_GetOutputCount(const OrtKernelContext* context, std::size_t* count) const {
         return call<89, OrtStatus*>(context, count);
     }
-    OrtStatus* KernelContext_GetInput(const OrtKernelContext* context, std::size_t index, const OrtValue** value) const {
+    OrtStatus* KernelContext_GetInput(const OrtKernelContext* context, std::size_t index,
+                                      const OrtValue** value) const {
         return call<90, OrtStatus*>(context, index, value);
     }
     OrtStatus* KernelContext_GetOutput(OrtKernelContext* context, std::size_t index, const std::int64_t* dims,

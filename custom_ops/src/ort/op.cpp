@@ -32,10 +32,10 @@ void require_absent(const Api& api, const OrtKernelInfo* info, const char* op, c
     std::size_t size;
     std::int64_t integer;
     float number;
-    const char* found = has_string(api, info, name, &size)     ? "a string"
-                        : has_int(api, info, name, &integer)   ? "an integer"
+    const char* found = has_string(api, info, name, &size)    ? "a string"
+                        : has_int(api, info, name, &integer)  ? "an integer"
                         : has_float(api, info, name, &number) ? "a float"
-                                                               : nullptr;
+                                                              : nullptr;
     if (found != nullptr)
         fail(op, "attribute ", name, " is ", found, ", expected ", expected);
 }

@@ -1,5 +1,5 @@
-// An OrtCustomOp from a C++ function. `Op<kernel>` derives from the signature of `kernel` all that onnxruntime asks: types
-// and number of inputs and outputs, which are optional, the shapes of the outputs, in-place pairs and attributes.
+// An OrtCustomOp from a C++ function. `Op<kernel>` derives from the signature of `kernel` all that onnxruntime asks:
+// types and number of inputs and outputs, which are optional, the shapes of the outputs, in-place pairs and attributes.
 #pragma once
 
 #include <array>
@@ -51,11 +51,18 @@ template <typename Body> OrtStatus* as_status(const Api& api, const char* op, co
     return code == GR_OK ? nullptr : api.CreateStatus(code, error);
 }
 
+// The onnxruntime that an operator is made for.
+struct Runtime {
+    const OrtApi* table;
+    // Before 1.24, shape inference of a node with an absent input crashes ahead of the operator's own function.
+    bool infers_with_absent_inputs;
+};
+
 template <auto Function> class Op;
 
 template <typename... Parameters, std::int32_t (*Function)(Parameters...)> class Op<Function> : public OrtCustomOp {
 public:
-    Op(const char* name, int since_version, const OrtApi* api);
+    Op(const char* name, int since_version, const Runtime& runtime);
 
 private:
     static constexpr std::size_t kParameters = sizeof...(Parameters);
@@ -68,6 +75,13 @@ private:
         return total;
     }
     static constexpr std::size_t kInputs = count(Role::Input), kOutputs = count(Role::Output);
+
+    static constexpr bool has_optional_input() {
+        for (const Traits& traits : kTraits)
+            if (traits.role == Role::Input && traits.optional)
+                return true;
+        return false;
+    }
 
     // Inputs come first in a signature, then outputs.
     static constexpr const Traits& output(std::size_t index) { return kTraits[kInputs + index]; }
@@ -139,8 +153,8 @@ private:
 };
 
 template <typename... Parameters, std::int32_t (*Function)(Parameters...)>
-Op<Function>::Op(const char* name, int since_version, const OrtApi* api)
-    : OrtCustomOp{}, name_(name), since_version_(since_version), api_(api) {
+Op<Function>::Op(const char* name, int since_version, const Runtime& runtime)
+    : OrtCustomOp{}, name_(name), since_version_(since_version), api_(runtime.table) {
     version = kApiVersion;
     GetName = [](const OrtCustomOp* op) { return static_cast<const Op*>(op)->name_; };
     GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
@@ -172,10 +186,11 @@ Op<Function>::Op(const char* name, int since_version, const OrtApi* api)
         return kernel.op->compute(kernel, context);
     };
     KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    InferOutputShapeFn = [](const OrtCustomOp* base, OrtShapeInferContext* context) {
-        const Op& op = *static_cast<const Op*>(base);
-        return as_status(op.api_, op.name_, [&] { op.infer_shapes(context); });
-    };
+    if (runtime.infers_with_absent_inputs || !has_optional_input())
+        InferOutputShapeFn = [](const OrtCustomOp* base, OrtShapeInferContext* context) {
+            const Op& op = *static_cast<const Op*>(base);
+            return as_status(op.api_, op.name_, [&] { op.infer_shapes(context); });
+        };
 }
 
 template <typename... Parameters, std::int32_t (*Function)(Parameters...)>
@@ -199,8 +214,8 @@ void Op<Function>::bind_outputs(OrtKernelContext* context, TensorArgument* tenso
         if (like == nullptr)
             continue;
         OrtValue* value = nullptr;
-        check(api_, api_.KernelContext_GetOutput(context, index, like->shape, static_cast<std::size_t>(like->rank),
-                                                 &value));
+        check(api_,
+              api_.KernelContext_GetOutput(context, index, like->shape, static_cast<std::size_t>(like->rank), &value));
         tensors[kInputs + index].bind(api_, value, name_);
     }
 }

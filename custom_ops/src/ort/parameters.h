@@ -31,7 +31,7 @@ struct Traits {
     Role role;
     std::int32_t dtype = 0;
     bool optional = false;
-    int like = -1;        // an output: the input whose shape it has
+    int like = -1;         // an output: the input whose shape it has
     bool in_place = false; // an output: may share the buffer of input `like`
 };
 

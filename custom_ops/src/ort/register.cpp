@@ -1,5 +1,6 @@
 // The operators, as functions of their ONNX signatures, and the entry point through which onnxruntime finds them.
-#include <memory>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -81,9 +82,9 @@ std::int32_t sdpa_with_kv_cache(Input<float> query, Input<float> key, Input<floa
                                 Output<float, 0> output, InPlace<float, 3> new_key_cache,
                                 InPlace<float, 4> new_value_cache, CausalAttribute is_causal, ScaleAttribute scale,
                                 LayoutAttribute layout, Call call) {
-    return gr_sdpa_with_kv_cache(query, key, value, key_cache, value_cache, start_pos, attn_mask, output,
-                                 new_key_cache, new_value_cache, is_causal, scale.pointer(), layout.value.c_str(),
-                                 call.threads, call.error, call.error_size);
+    return gr_sdpa_with_kv_cache(query, key, value, key_cache, value_cache, start_pos, attn_mask, output, new_key_cache,
+                                 new_value_cache, is_causal, scale.pointer(), layout.value.c_str(), call.threads,
+                                 call.error, call.error_size);
 }
 
 // What one runtime in this process was given. A domain must outlive every session that uses it, and nothing says when
@@ -97,10 +98,10 @@ struct Registration {
 // Declares an operator of this library: its name, the version of the domain it came with, and the function it runs.
 // An operator with several element types is declared once for each; the runtime picks by the types of a node's inputs.
 #define GR_DECLARE_OP(name, since_version, ...)                                                                        \
-    check(api, api.CustomOpDomain_Add(domain, new Op<__VA_ARGS__>(name, since_version, table)))
+    check(api, api.CustomOpDomain_Add(domain, new Op<__VA_ARGS__>(name, since_version, runtime)))
 
-OrtCustomOpDomain* create_domain(const OrtApi* table) {
-    const Api api(table);
+OrtCustomOpDomain* create_domain(const Runtime& runtime) {
+    const Api api(runtime.table);
     OrtCustomOpDomain* domain = nullptr;
     check(api, api.CreateCustomOpDomain(kDomain, &domain));
     GR_DECLARE_OP("UpdateCache", 1, update_cache<float>);
@@ -124,16 +125,23 @@ OrtCustomOpDomain* create_domain(const OrtApi* table) {
 
 #undef GR_DECLARE_OP
 
-// The domain for the runtime behind `table`. A process may hold several runtimes.
-OrtCustomOpDomain* domain_for(const OrtApi* table) {
+// The domain for a runtime. A process may hold several.
+OrtCustomOpDomain* domain_for(const Runtime& runtime) {
     static std::mutex& mutex = *new std::mutex;
     static std::vector<Registration>& registrations = *new std::vector<Registration>;
     const std::lock_guard<std::mutex> lock(mutex);
     for (const Registration& registration : registrations)
-        if (registration.table == table)
+        if (registration.table == runtime.table)
             return registration.domain;
-    registrations.push_back({table, create_domain(table)});
+    registrations.push_back({runtime.table, create_domain(runtime)});
     return registrations.back().domain;
+}
+
+// Whether a version, "major.minor...", is no older than that. Asking GetApi instead would print a complaint.
+bool at_least(const char* version, long major, long minor) {
+    char* rest = nullptr;
+    const long found = std::strtol(version, &rest, 10);
+    return found > major || (found == major && *rest == '.' && std::strtol(rest + 1, nullptr, 10) >= minor);
 }
 
 } // namespace
@@ -152,9 +160,10 @@ OrtStatus* GR_ORT_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtAp
         const OrtApi* oldest = base->GetApi(1);
         return oldest == nullptr ? nullptr : gr::ort::Api(oldest).CreateStatus(GR_FAIL, message);
     }
+    const gr::ort::Runtime runtime{table, gr::ort::at_least(base->GetVersionString(), 1, 24)};
     const gr::ort::Api api(table);
     return gr::ort::as_status(api, kName, [&] {
         gr::active_kernels(kName);
-        gr::ort::check(api, api.AddCustomOpDomain(options, gr::ort::domain_for(table)));
+        gr::ort::check(api, api.AddCustomOpDomain(options, gr::ort::domain_for(runtime)));
     });
 }

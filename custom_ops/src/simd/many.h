@@ -54,12 +54,6 @@ private:
           zero_points_(reinterpret_cast<std::int32_t*>(scales_ + kManyKeys)) {}
 
     void run() {
-        for (std::int64_t r = 0; r < rows_; ++r) {
-            out_.maximum[r] = kHidden;
-            out_.sum[r] = 0;
-        }
-        for (std::int64_t d = 0; d < rows_ * width_; ++d)
-            out_.values[d] = 0;
         load_query();
         Run key_runs[3], value_runs[3];
         const auto& t = tile_;
@@ -182,16 +176,13 @@ private:
         float factor = 1;
         if (visible > 0) {
             if (a_.mask.data != nullptr)
-                apply_mask<V>(a_, tile_.batch, tile_.row_begin + r / a_.group,
-                              tile_.kv_head * a_.group + r % a_.group, begin, visible, scores);
+                apply_mask<V>(a_, tile_.batch, tile_.row_begin + r / a_.group, tile_.kv_head * a_.group + r % a_.group,
+                              begin, visible, scores);
             factor = softmax<V>(scores, visible, out_.maximum[r], out_.sum[r]);
         }
         for (std::int64_t k = visible; k < count; ++k)
             scores[k] = 0;
-        float* values = out_.values + r * width_;
-        if (factor != 1)
-            for (std::int64_t d = 0; d < width_; d += V::kWidth)
-                V::store(values + d, V::mul(V::load(values + d), V::set1(factor)));
+        rescale<V>(out_.values + r * width_, width_, factor);
     }
 
     // Weights times a panel of values, for the rows of a register tile.
@@ -218,8 +209,7 @@ private:
             for (std::int64_t k = 0; k < visible_keys(a_, tile_, r, begin, count); ++k) {
                 const float weight = scores_[r * kManyKeys + k];
                 for (std::int64_t d = 0; weight != 0 && d < a_.dim; ++d)
-                    out_.values[r * width_ + d] +=
-                        weight * values_[d / kPanel * kValuePanel + k * kPanel + d % kPanel];
+                    out_.values[r * width_ + d] += weight * values_[d / kPanel * kValuePanel + k * kPanel + d % kPanel];
             }
     }
 

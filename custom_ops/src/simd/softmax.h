@@ -1,8 +1,8 @@
 // What both attention kernels share: where rows come from, masks, and the softmax over a part of the keys.
 //
-// Softmax in parts: for scores s_j and a running maximum m, sum l = sum exp(s_j - m) and values a = sum exp(s_j - m) v_j, a
-// part with maximum m' > m first scales l and a by exp(m - m'). The output is a / l. A row that has seen no key has m =
-// minus infinity and l = 0. A NaN score makes l NaN, and with it the row.
+// Softmax in parts: for scores s_j and a running maximum m, sum l = sum exp(s_j - m) and values a = sum exp(s_j - m)
+// v_j, a part with maximum m' > m first scales l and a by exp(m - m'). The output is a / l. A row that has seen no key
+// has m = minus infinity and l = 0. A NaN score makes l NaN, and with it the row.
 #pragma once
 
 #include <limits>
@@ -52,8 +52,9 @@ static inline int split(const Attention& a, const CachedRows& rows, std::int64_t
         runs[count++] = cache_run(rows, b, h, begin, smaller(end, start));
     const std::int64_t from = larger(begin, start), to = smaller(end, stop);
     if (from < to)
-        runs[count++] = {from,  to,      at<const float>(rows.recent, b, from - start, h), rows.recent.stride[1],
-                         false, nullptr, 0,       nullptr,                                  0};
+        runs[count++] = {
+            from,    to, at<const float>(rows.recent, b, from - start, h), rows.recent.stride[1], false, nullptr, 0,
+            nullptr, 0};
     if (larger(begin, stop) < end)
         runs[count++] = cache_run(rows, b, h, larger(begin, stop), end);
     return count;
@@ -80,8 +81,8 @@ static void apply_mask(const Attention& a, std::int64_t b, std::int64_t i, std::
         scores[j] = mask[j * stride] == kHidden ? kHidden : scores[j] + mask[j * stride];
 }
 
-// Makes weights exp(score - maximum) of the scores of `count` more keys and updates the row's maximum and sum. Returns the
-// factor for values summed so far. The scores up to the next multiple of the vector width are overwritten.
+// Makes weights exp(score - maximum) of the scores of `count` more keys and updates the row's maximum and sum. Returns
+// the factor for values summed so far. The scores up to the next multiple of the vector width are overwritten.
 template <class V> static float softmax(float* scores, std::int64_t count, float& maximum, float& sum) {
     const std::int64_t padded = round_up(count, V::kWidth);
     for (std::int64_t j = count; j < padded; ++j)
@@ -114,7 +115,15 @@ template <class V> static float softmax(float* scores, std::int64_t count, float
     return factor;
 }
 
-// The query rows of a tile times the scale: row r of `out` is row r / group of the tile and head r % group of the group.
+// Values times the factor that `softmax` gives.
+template <class V> static inline void rescale(float* values, std::int64_t width, float factor) {
+    if (factor != 1)
+        for (std::int64_t d = 0; d < width; d += V::kWidth)
+            V::store(values + d, V::mul(V::load(values + d), V::set1(factor)));
+}
+
+// The query rows of a tile times the scale: row r of `out` is row r / group of the tile and head r % group of the
+// group.
 static inline const float* query_row(const Attention& a, const Tile& tile, std::int64_t r) {
     return at<const float>(a.query, tile.batch, tile.row_begin + r / a.group, tile.kv_head * a.group + r % a.group);
 }
@@ -161,8 +170,8 @@ static void finish(const Attention& a, const Tile& tile, const Partial& first, s
             sum += part_sum * factor;
             begun = true;
         }
-        float* output = at<float>(a.output, tile.batch, tile.row_begin + r / a.group,
-                                  tile.kv_head * a.group + r % a.group);
+        float* output =
+            at<float>(a.output, tile.batch, tile.row_begin + r / a.group, tile.kv_head * a.group + r % a.group);
         const auto scale = V::set1(begun ? 1 / sum : 0.0f);
         std::int64_t d = 0;
         for (; d + V::kWidth <= a.dim; d += V::kWidth)
