@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from fx_forms import Layer, export, inputs
 from graph_text import fx_text, onnx_text
 from onnx_forms import FORMS, MASKED, SPELLED, build, steps
@@ -64,6 +65,15 @@ def test_fx_form_is_rewritten_and_equal(name: str) -> None:
     assert not {t for t in targets if "llama" in t or "quantize_per" in t or "functionalized" in t}
     verification = gr.verify(before, result.model, fx_steps(bool(options["masked"])), **TOLERANCE)
     assert verification.ok, verification.summary()
+
+
+def test_rewritten_program_has_caches_of_its_own() -> None:
+    before = exported("joint")
+    after = cast(ExportedProgram, gr.rewrite(before).model)
+    after.module()(*inputs(5, 0))
+    for name in before.graph_signature.buffers_to_mutate.values():
+        assert before.state_dict[name].data_ptr() != after.state_dict[name].data_ptr()
+        assert torch.equal(before.state_dict[name], torch.full_like(before.state_dict[name], name.endswith("scales")))
 
 
 @pytest.mark.parametrize("form", ["joint", "overlaid"])

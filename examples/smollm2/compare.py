@@ -37,11 +37,17 @@ class Difference:
 
 @dataclass
 class Agreement:
-    """How one program compares with the first over all steps of all prompts."""
+    """How one program compares with the first over all steps of all prompts.
+
+    prompt_difference: largest difference of a logit on the prompts, where both read the same exact keys and values.
+    largest_difference: the same over all steps. The caches are each program's own by then: a key that differs in its
+        last bit may be quantized to the neighbouring code, and what is read later differs by a whole step of the scale.
+    """
 
     name: str
     steps: int = 0
     seconds: float = 0.0
+    prompt_difference: float = 0.0
     largest_difference: float = 0.0
     largest_logit: float = 0.0
     differences: list[Difference] = field(default_factory=list)
@@ -105,7 +111,10 @@ def _decode(
 def _record(agreement: Agreement, prompt: int, expected: list[Logits], actual: list[Logits]) -> None:
     for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         agreement.steps += 1
-        agreement.largest_difference = max(agreement.largest_difference, float(np.abs(ours - theirs).max()))
+        difference = float(np.abs(ours - theirs).max())
+        agreement.largest_difference = max(agreement.largest_difference, difference)
+        if step == 0:
+            agreement.prompt_difference = max(agreement.prompt_difference, difference)
         agreement.largest_logit = max(agreement.largest_logit, float(np.abs(theirs).max()))
         if (chosen := int(ours.argmax())) != (wanted := int(theirs.argmax())):
             gap = float(theirs[wanted] - theirs[chosen])

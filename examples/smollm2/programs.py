@@ -31,7 +31,7 @@ def build(model: Decoder, capacity: int) -> TorchPrograms:
     Raises RequirementNotMet when the attention of any layer is not recognised.
     """
     model.allocate(capacity)
-    before = export(model)
+    before = export(model).run_decompositions({})  # once, for the rewrite and for both exports
     result = gr.rewrite(before, require=model.config.layers)
     return TorchPrograms(before, cast(ExportedProgram, result.model), result.report)
 

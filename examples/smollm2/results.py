@@ -78,11 +78,10 @@ def _add_agreements(made: Table, results: Results) -> None:
                 f"{difference.gap:.2g}",
             )
     for agreement in results.agreements[1:]:
+        label = f"largest logit difference of {agreement.name} (largest logit {agreement.largest_logit:.1f})"
+        made.add_row(f"{label}, on the prompts", "", f"{agreement.prompt_difference:.2g}", "")
         made.add_row(
-            f"largest logit difference of {agreement.name} (largest logit {agreement.largest_logit:.1f})",
-            "",
-            f"{agreement.largest_difference:.2g}",
-            "",
+            "  over all tokens, each with its own cache of rounded codes", "", f"{agreement.largest_difference:.2g}", ""
         )
 
 
@@ -90,7 +89,7 @@ def _add_speeds(made: Table, results: Results) -> None:
     made.add_section()
     for speed in results.speeds:
         pair = speed.prefill
-        label = f"prefill, tokens/s, last {speed.chunk} tokens up to {speed.context}"
+        label = f"prefill, tokens/s, last {speed.chunk} tokens up to {speed.context}, earlier ones filled in"
         made.add_row(label, *_numbers(pair, 1), _factor(pair[1], pair[0]))
     for speed in results.speeds:
         pair = speed.decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -14,13 +15,21 @@ _TRAINING = "TRAINING"
 
 
 def functional_copy(program: ExportedProgram) -> ExportedProgram:
-    """A copy with its own graph and signature, functionalized; parameters and buffers are shared.
+    """A copy with its own graph and signature, functionalized. Parameters are shared; buffers that the program writes
+    are copied, so that running one of the two leaves the caches of the other alone.
 
     A program straight from torch.export mutates its buffers in place; one from run_decompositions does not.
     """
-    if program.dialect == _TRAINING:
-        functional: ExportedProgram = program.run_decompositions({})
-        return functional
+    with _quiet():
+        made = program.run_decompositions({}) if program.dialect == _TRAINING else _copy(program)
+    for name in made.graph_signature.buffers_to_mutate.values():
+        for tensors in (made.state_dict, made.constants):
+            if name in tensors:
+                tensors[name] = tensors[name].clone()
+    return made
+
+
+def _copy(program: ExportedProgram) -> ExportedProgram:
     return ExportedProgram(
         root=program.graph_module,
         graph=copy.deepcopy(program.graph),
@@ -32,6 +41,14 @@ def functional_copy(program: ExportedProgram) -> ExportedProgram:
         constants=dict(program.constants),
         verifiers=program.verifiers,
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch warns of its own copying of tree specs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
+        yield
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode:
