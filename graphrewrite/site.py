@@ -19,6 +19,11 @@ class QuantizedCache(Generic[V]):
     scales: V
     zero_points: V | None
 
+    @property
+    def parts(self) -> tuple[V, ...]:
+        """Codes, scales and, where there are any, zero points."""
+        return (self.codes, self.scales) if self.zero_points is None else (self.codes, self.scales, self.zero_points)
+
 
 @dataclass(frozen=True)
 class CacheUpdate(Generic[V]):

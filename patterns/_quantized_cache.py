@@ -120,9 +120,8 @@ def _check_granularity(
 def find_update(graph: Graph[V], read: CacheRead[V]) -> CacheUpdate[V] | None:
     """The quantize-and-write that produced the cache, when it is exactly what UpdateQuantizedCache does."""
     cache, layout = read.cache, read.layout
-    parts = [cache.codes, cache.scales] + ([] if cache.zero_points is None else [cache.zero_points])
-    found = [write for part in parts if (write := _written(graph, part, layout)) is not None]
-    if len(found) < len(parts) or not all(same_position(graph, write.start, found[0].start) for write in found):
+    found = [write for part in cache.parts if (write := _written(graph, part, layout)) is not None]
+    if len(found) < len(cache.parts) or not all(same_position(graph, write.start, found[0].start) for write in found):
         return None
     codes = peel(graph, Operand(found[0].value, layout))
     quantize = graph.concept(codes.value)

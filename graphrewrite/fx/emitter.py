@@ -16,8 +16,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.tools_common import stable_topological_sort
 
 import graphrewrite.custom_ops.torch_ops  # noqa: F401  (defines torch.ops.graphrewrite)
+from graphrewrite import operators
 from graphrewrite.fx.prepare import fake_mode_of
-from graphrewrite.site import CacheUpdate, QuantizedCache, SdpaSite
+from graphrewrite.site import CacheUpdate, SdpaSite
 from graphrewrite.vocabulary import Layout, Operand, Position
 
 
@@ -48,60 +49,32 @@ class _Emitter:
                 # Layers that share a cache share its update, which is then replaced once.
                 if update is not None and update.after.codes not in self._replaced:
                     self._update(update, site.layout)
-            fused = self._custom_sdpa(site)
-            self._replace(output, self._in_layout(Operand(fused, site.layout), site.output.layout))
+            operands, attributes = operators.custom_sdpa(site, self)
+            fused = self._call(torch.ops.graphrewrite.custom_sdpa.default, operands, attributes)
+            self._replace(output, self._transposed(fused, site.layout, site.output.layout))
 
     def _update(self, update: CacheUpdate[Node], layout: Layout) -> None:
-        before = update.before
-        node = self._call(
-            torch.ops.graphrewrite.update_quantized_cache.default,
-            (
-                self._in_layout(update.value, layout),
-                self._now(before.codes),
-                self._now(before.scales),
-                self._position(update.start, update.value),
-                self._optional(before.zero_points),
-            ),
-            {"scheme": update.scheme.value, "layout": layout.value},
-        )
-        for index, old in enumerate(_nodes(update.after)):
+        operands, attributes = operators.update_quantized_cache(update, layout, self)
+        node = self._call(torch.ops.graphrewrite.update_quantized_cache.default, operands, attributes)
+        for index, old in enumerate(update.after.parts):
             self._replace(old, self._call(operator.getitem, (node, index), {}))
 
-    def _custom_sdpa(self, site: SdpaSite[Node]) -> Node:
-        def rows(operand: Operand[Node] | None) -> Node | None:
-            return None if operand is None else self._in_layout(operand, site.layout)
+    def now(self, value: Node) -> Node:
+        return self._replaced.get(value, value)
 
-        return self._call(
-            torch.ops.graphrewrite.custom_sdpa.default,
-            (
-                rows(site.query),
-                self._now(site.key.codes),
-                self._now(site.value.codes),
-                self._position(site.start, site.query),
-                self._now(site.key.scales),
-                self._optional(site.key.zero_points),
-                self._now(site.value.scales),
-                self._optional(site.value.zero_points),
-                rows(site.recent_key),
-                rows(site.recent_value),
-                self._optional(site.mask),
-            ),
-            {"is_causal": site.is_causal, "scale": site.scale, "layout": site.layout.value},
-        )
+    def in_layout(self, operand: Operand[Node], layout: Layout) -> Node:
+        return self._transposed(self.now(operand.value), operand.layout, layout)
 
-    def _in_layout(self, operand: Operand[Node], layout: Layout) -> Node:
-        value = self._now(operand.value)
-        if operand.layout is layout:
-            return value
-        return self._call(torch.ops.aten.permute.default, (value, [0, 2, 1, 3]), {})
+    def _transposed(self, value: Node, layout: Layout, wanted: Layout) -> Node:
+        return value if layout is wanted else self._call(torch.ops.aten.permute.default, (value, [0, 2, 1, 3]), {})
 
-    def _position(self, position: Position[Node], query: Operand[Node]) -> Node | int:
+    def start_pos(self, position: Position[Node], query: Operand[Node]) -> Node | int:
         """start_pos as a SymInt or an int."""
-        start: Node | int = position.offset if position.value is None else self._now(position.value)
+        start: Node | int = position.offset if position.value is None else self.now(position.value)
         if position.value is not None and position.offset:
             start = self._call(operator.add, (start, position.offset), {})
         if position.minus_new:
-            new = self._call(torch.ops.aten.sym_size.int, (self._now(query.value), query.layout.sequence_axis), {})
+            new = self._call(torch.ops.aten.sym_size.int, (self.now(query.value), query.layout.sequence_axis), {})
             start = self._call(operator.sub, (start, new), {})
         return start
 
@@ -118,18 +91,6 @@ class _Emitter:
                 new.meta[key] = old.meta[key]
         old.replace_all_uses_with(new)
         self._replaced[old] = new
-
-    def _now(self, value: Node) -> Node:
-        """What stands for `value` after the replacements so far."""
-        return self._replaced.get(value, value)
-
-    def _optional(self, value: Node | None) -> Node | None:
-        return None if value is None else self._now(value)
-
-
-def _nodes(cache: QuantizedCache[Node]) -> list[Node]:
-    parts = (cache.codes, cache.scales, cache.zero_points)
-    return [part for part in parts if part is not None]
 
 
 def _remove_dead(module: GraphModule) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from graphrewrite import operators
 from graphrewrite.custom_ops.functions import attach
 from graphrewrite.onnx.reader import DOMAIN
-from graphrewrite.site import CacheUpdate, QuantizedCache, SdpaSite
+from graphrewrite.site import CacheUpdate, SdpaSite
 from graphrewrite.vocabulary import Layout, Operand, Position
 
 DOMAIN_VERSION = 1
@@ -48,66 +49,29 @@ class _Emitter:
             # Layers that share a cache share its update, which is then replaced once.
             if update is not None and update.after.codes not in self._replaced:
                 self._update(update, site.layout)
-        fused = self._custom_sdpa(site)
-        self._replace(site.output.value, self._in_layout(Operand(fused, site.layout), site.output.layout))
+        operands, attributes = operators.custom_sdpa(site, self)
+        (fused,) = self._fused(self._anchor, "CustomSdpa", operands, attributes)
+        self._replace(site.output.value, self._transposed(fused, site.layout, site.output.layout))
 
     def _update(self, update: CacheUpdate[ir.Value], layout: Layout) -> None:
-        before, after = update.before, _values(update.after)
-        outputs = self._fused(
-            after[0].producer(),
-            "UpdateQuantizedCache",
-            (
-                self._in_layout(update.value, layout),
-                self._now(before.codes),
-                self._now(before.scales),
-                self._position(update.start, update.value),
-                self._optional(before.zero_points),
-            ),
-            {"scheme": update.scheme.value, "layout": layout.value},
-            outputs=len(after),
-        )
+        operands, attributes = operators.update_quantized_cache(update, layout, self)
+        after = update.after.parts
+        outputs = self._fused(after[0].producer(), "UpdateQuantizedCache", operands, attributes, len(after))
         for old, new in zip(after, outputs, strict=True):
             self._replace(old, new)
 
-    def _custom_sdpa(self, site: SdpaSite[ir.Value]) -> ir.Value:
-        def rows(operand: Operand[ir.Value] | None) -> ir.Value | None:
-            return None if operand is None else self._in_layout(operand, site.layout)
+    def now(self, value: ir.Value) -> ir.Value:
+        return self._replaced.get(value, value)
 
-        attributes: dict[str, ir.Attr | int | float | str] = {
-            "is_causal": int(site.is_causal),
-            "layout": site.layout.value,
-        }
-        if site.scale is not None:
-            attributes["scale"] = site.scale
-        (output,) = self._fused(
-            site.output.value.producer(),
-            "CustomSdpa",
-            (
-                rows(site.query),
-                self._now(site.key.codes),
-                self._now(site.value.codes),
-                self._position(site.start, site.query),
-                self._now(site.key.scales),
-                self._optional(site.key.zero_points),
-                self._now(site.value.scales),
-                self._optional(site.value.zero_points),
-                rows(site.recent_key),
-                rows(site.recent_value),
-                self._optional(site.mask),
-            ),
-            attributes,
-        )
-        return output
+    def in_layout(self, operand: Operand[ir.Value], layout: Layout) -> ir.Value:
+        return self._transposed(self.now(operand.value), operand.layout, layout)
 
-    def _in_layout(self, operand: Operand[ir.Value], layout: Layout) -> ir.Value:
-        value = self._now(operand.value)
-        if operand.layout is layout:
-            return value
-        return self._node("", "Transpose", (value,), {"perm": [0, 2, 1, 3]})[0]
+    def _transposed(self, value: ir.Value, layout: Layout, wanted: Layout) -> ir.Value:
+        return value if layout is wanted else self._node("", "Transpose", (value,), {"perm": [0, 2, 1, 3]})[0]
 
-    def _position(self, position: Position[ir.Value], query: Operand[ir.Value]) -> ir.Value:
+    def start_pos(self, position: Position[ir.Value], query: Operand[ir.Value]) -> ir.Value:
         """start_pos as an int64 scalar or [B]."""
-        start = None if position.value is None else self._now(position.value)
+        start = None if position.value is None else self.now(position.value)
         if start is None or position.offset:
             offset = self._constant(position.offset)
             start = offset if start is None else self._node("", "Add", (start, offset), {})[0]
@@ -115,7 +79,7 @@ class _Emitter:
             (start,) = self._node("", "Cast", (start,), {"to": ir.DataType.INT64.value})
         if position.minus_new:
             axis = query.layout.sequence_axis
-            (size,) = self._node("", "Shape", (self._now(query.value),), {"start": axis, "end": axis + 1})
+            (size,) = self._node("", "Shape", (self.now(query.value),), {"start": axis, "end": axis + 1})
             if position.value is None:  # a scalar less a scalar
                 (size,) = self._node("", "Squeeze", (size,), {})
             (start,) = self._node("", "Sub", (start, size), {})
@@ -129,13 +93,15 @@ class _Emitter:
         origin: ir.Node | None,
         op_type: str,
         inputs: Sequence[ir.Value | None],
-        attributes: dict[str, ir.Attr | int | float | str],
+        attributes: Mapping[str, Any],
         outputs: int = 1,
     ) -> Sequence[ir.Value]:
         """One of our operators, named after the node that it stands for and with its metadata."""
         while inputs[-1] is None:
             inputs = inputs[:-1]
-        made = self._node(DOMAIN, op_type, inputs, attributes, outputs)
+        given = {name: int(value) if isinstance(value, bool) else value for name, value in attributes.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        made = self._node(DOMAIN, op_type, inputs, given, outputs)
         node = made[0].producer()
         assert node is not None
         if origin is not None and origin.name:
@@ -165,14 +131,3 @@ class _Emitter:
         old.name = None
         new.name = name
         self._replaced[old] = new
-
-    def _now(self, value: ir.Value) -> ir.Value:
-        """What stands for `value` after the replacements so far."""
-        return self._replaced.get(value, value)
-
-    def _optional(self, value: ir.Value | None) -> ir.Value | None:
-        return None if value is None else self._now(value)
-
-
-def _values(cache: QuantizedCache[ir.Value]) -> list[ir.Value]:
-    return [part for part in (cache.codes, cache.scales, cache.zero_points) if part is not None]
