@@ -92,8 +92,11 @@ def _translate(program: ExportedProgram, opset_version: int) -> tuple[ir.Model, 
     except torch.onnx.OnnxExporterError as error:
         raise InputError(f"torch.onnx cannot export this program: {_cause(error)}") from error
     assert exported is not None and exported.exported_program is not None
-    mutated = exported.exported_program.graph_signature.buffers_to_mutate
-    return exported.model, {buffer: value for value, buffer in mutated.items()}
+    signature = exported.exported_program.graph_signature
+    if signature.user_inputs_to_mutate:
+        names = ", ".join(sorted(signature.user_inputs_to_mutate.values()))
+        raise InputError(f"the program writes to its inputs {names}; let them be buffers, which are lifted")
+    return exported.model, {buffer: value for value, buffer in signature.buffers_to_mutate.items()}
 
 
 def _cause(error: BaseException) -> str:
@@ -107,11 +110,16 @@ def _lift(model: ir.Model, buffers: dict[str, str]) -> None:
     """Turn mutated buffers into graph inputs and, after the program's own, graph outputs."""
     graph = model.graph
     values = {value.name: value for node in graph for value in node.outputs}
+    values.update({value.name: value for value in graph.inputs})
     for buffer, value_name in buffers.items():
-        graph.inputs.append(graph.initializers.pop(buffer))
-        graph.inputs[-1].const_value = None
         value = values[value_name]
-        if value.is_graph_output():  # also an output of the program itself: a second name for it
+        cache = graph.initializers.pop(buffer, None)
+        if cache is None:  # written whole and never read, so it was no constant either
+            cache = ir.Value(name=buffer, type=value.type, shape=value.shape)
+        cache.const_value = None
+        graph.inputs.append(cache)
+        # An output of the program itself, or an input of it, needs a second name.
+        if value.is_graph_output() or value.producer() is None:
             node = ir.node("Identity", [value])
             graph.append(node)
             value = node.outputs[0]

@@ -62,6 +62,7 @@ SOURCE_OPS: dict[str, SourceOp] = {
     ),
 }
 
+ATTENTION_OPS = ("llama.sdpa_with_kv_cache", "llama.custom_sdpa")
 # Attention cores that no concept expresses yet, and what to tell the user.
 UNREAD_ATTENTION: dict[str, str] = {
     "llama.custom_quantized_sdpa": "it multiplies an int8 query, so the caches are read in place already",
@@ -112,8 +113,7 @@ def concept_of_call(call: SourceCall) -> Concept[V] | None:
 def attention_of_call(call: SourceCall, output: V, name: str) -> Attention[V] | Mismatch | None:
     """The attention core whose output is `output`, when the call is one."""
     args = call.arguments
-    op = call.name.partition(".")[2]
-    if op not in ("sdpa_with_kv_cache", "custom_sdpa") or call.result != "output":
+    if call.name not in ATTENTION_OPS or call.result != "output":
         return None
     mask, is_causal = args["attn_mask"], bool(args["is_causal"])
     if mask is not None and is_causal:
@@ -123,7 +123,7 @@ def attention_of_call(call: SourceCall, output: V, name: str) -> Attention[V] | 
             (name,),
             remedy="fold the causal part into the mask, or drop one of the two",
         )
-    joint = op == "sdpa_with_kv_cache"
+    joint = call.name == "llama.sdpa_with_kv_cache"
     start = position(args["start_pos"])
     return Attention(
         output=output,

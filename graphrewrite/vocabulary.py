@@ -223,6 +223,9 @@ class Graph(Protocol[V]):
     def dtype(self, value: V) -> str | None:
         """The element type as numpy names it, None when unknown."""
 
+    def scope(self, value: V) -> Hashable:
+        """The graph, main or of a branch, in which `value` is made; None for an input."""
+
     def same(self, left: V, right: V) -> bool:
         """Whether both are the same computation of the same inputs, wherever it is written down."""
 

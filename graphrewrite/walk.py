@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from graphrewrite.vocabulary import (
     Cast,
     Dequantize,
@@ -33,9 +35,11 @@ def narrow(graph: Graph[V], value: V) -> V:
         value = concept.input
 
 
-def uncast(graph: Graph[V], value: V) -> V:
-    """The value behind no-ops and any casts, for values known to survive them (scales, zero points, positions)."""
+def uncast(graph: Graph[V], value: V, exact: Collection[str]) -> V:
+    """The value behind no-ops and behind casts between the types of `exact`, which all hold what it can be."""
     while isinstance(concept := graph.concept(value := skip(graph, value)), Cast):
+        if concept.from_dtype not in exact or concept.to_dtype not in exact:
+            return value
         value = concept.input
     return value
 

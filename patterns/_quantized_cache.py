@@ -22,6 +22,7 @@ from graphrewrite.vocabulary import (
     Operand,
     Position,
     Quantize,
+    Scheme,
     V,
 )
 from graphrewrite.walk import dequantize, narrow, peel, same_position, skip, uncast
@@ -96,6 +97,11 @@ def read_caches(
     return None
 
 
+# Element types that hold every scale (a float32 value, whatever its type) and every zero point (-128 to 127).
+_HOLD_SCALES = ("float32", "float64")
+_HOLD_ZERO_POINTS = ("int8", "int16", "int32", "int64", "float32", "float64")
+
+
 def _check_granularity(
     graph: Graph[V], found: Dequantize[V], codes: Operand[V], where: tuple[str, ...]
 ) -> Mismatch | None:
@@ -103,12 +109,11 @@ def _check_granularity(
     if graph.dtype(codes.value) != "int8":
         return Mismatch("codes-dtype", f"the codes are {graph.dtype(codes.value)}; the kernel reads int8", where)
     shape, scales = graph.shape(found.codes), graph.shape(found.scales)
-    if shape is None or scales is None or len(shape) != 4:
-        return Mismatch("cache-rank", f"the cache must have 4 known dimensions; it has {shape}", where)
-    if scales != (*shape[:3], 1) or (found.block is not None and found.block != shape[3]):
+    blocks = found.block is None or (shape is not None and found.block == shape[-1])
+    if shape is None or scales is None or scales != (*shape[:3], 1) or not blocks:
         return Mismatch(
             "scale-granularity",
-            f"scales of shape {list(scales)} for a cache of shape {list(shape)}; one scale per token and head is fused",
+            f"scales of shape {scales} for a cache of shape {shape}; one scale per token and head is fused",
             where,
         )
     if found.zero_points is not None and graph.shape(found.zero_points) != scales:
@@ -123,6 +128,8 @@ def find_update(graph: Graph[V], read: CacheRead[V]) -> CacheUpdate[V] | None:
     found = [write for part in cache.parts if (write := _written(graph, part, layout)) is not None]
     if len(found) < len(cache.parts) or not all(same_position(graph, write.start, found[0].start) for write in found):
         return None
+    if len({graph.scope(part) for part in cache.parts}) > 1:
+        return None  # written in different branches
     codes = peel(graph, Operand(found[0].value, layout))
     quantize = graph.concept(codes.value)
     if not isinstance(quantize, Quantize) or graph.dtype(quantize.input) != "float32":
@@ -134,12 +141,12 @@ def find_update(graph: Graph[V], read: CacheRead[V]) -> CacheUpdate[V] | None:
         _chosen(graph, Operand(quantize.zero_points, codes.layout), rows, 1),
     ]
     for output, write in enumerate(found[1:]):
-        # A cast to the cache's type is exact: float64 scales hold float32 values, int64 zero points lie in [-128, 127].
         written = peel(graph, Operand(write.value, layout))
-        choices.append(_chosen(graph, Operand(uncast(graph, written.value), written.layout), rows, output))
+        value = uncast(graph, written.value, _HOLD_SCALES if output == 0 else _HOLD_ZERO_POINTS)
+        choices.append(_chosen(graph, Operand(value, written.layout), rows, output))
     schemes = {None if choice is None else choice.scheme for choice in choices}
     scheme = schemes.pop()
-    if scheme is None or schemes:
+    if scheme is None or schemes or (scheme is Scheme.ASYMMETRIC and cache.zero_points is None):
         return None
     before = QuantizedCache(found[0].cache, found[1].cache, found[2].cache if len(found) > 2 else None)
     return CacheUpdate(rows, before, cache, found[0].start, scheme)
@@ -170,14 +177,14 @@ def build_site(
 ) -> SdpaSite[V] | Mismatch:
     """The site of an attention whose two quantized caches have been read."""
     core = graph.name(attention.output)
-    if key.layout is not value.layout:
-        return Mismatch(
-            "cache-layout", f"keys lie in {key.layout.value}, values in {value.layout.value}", (core,), pattern
-        )
-    if graph.dtype(attention.query.value) != "float32":
-        dtype = graph.dtype(attention.query.value)
-        return Mismatch("query-dtype", f"the query is {dtype}; the kernel takes float32", (core,), pattern)
-    notes = () if attention.mask is None else ("a row whose mask hides every key yields zeros",)
+    refusal = _check_operands(graph, attention, key, value, recent, core)
+    if refusal is not None:
+        return refusal
+    notes = []
+    if attention.mask is not None:
+        notes.append("a row whose mask hides every key yields zeros")
+    if start.minus_new and start.value is not None:
+        notes.append("a valid length of less than the number of new tokens is an error")
     return SdpaSite(
         pattern=pattern,
         name=core,
@@ -194,8 +201,46 @@ def build_site(
         recent_value=None if recent is None else peel(graph, recent[1]),
         key_update=find_update(graph, key),
         value_update=find_update(graph, value),
-        notes=notes,
+        notes=tuple(notes),
     )
+
+
+def _check_operands(
+    graph: Graph[V],
+    attention: Attention[V],
+    key: CacheRead[V],
+    value: CacheRead[V],
+    recent: tuple[Operand[V], Operand[V]] | None,
+    core: str,
+) -> Mismatch | None:
+    """What CustomSdpa asks of its operands, as far as the graph says it."""
+    if key.layout is not value.layout:
+        return Mismatch("cache-layout", f"keys lie in {key.layout.value}, values in {value.layout.value}", (core,))
+    shapes = graph.shape(key.cache.codes), graph.shape(value.cache.codes)
+    if shapes[0] != shapes[1]:
+        return Mismatch("cache-shapes", f"the caches of keys {shapes[0]} and values {shapes[1]} differ", (core,))
+    dtype = graph.dtype(attention.query.value)
+    if dtype != "float32":
+        return Mismatch("query-dtype", f"the query is {dtype}; the kernel takes float32", (core,))
+    if attention.mask is not None:
+        dtype, shape = graph.dtype(attention.mask), graph.shape(attention.mask)
+        if dtype not in ("bool", "float32") or shape is None or not 2 <= len(shape) <= 4:
+            message = f"the mask is {dtype} of shape {shape}; the kernel takes bool or float32 of 2 to 4 dimensions"
+            return Mismatch("mask-type", message, (core, graph.name(attention.mask)))
+    for rows in recent or ():
+        if not _may_be_recent(graph, rows, attention.query):
+            message = f"{graph.name(rows.value)} does not have one float32 row for each row of the query"
+            return Mismatch("recent-rows", message, (core, graph.name(rows.value)))
+    return None
+
+
+def _may_be_recent(graph: Graph[V], rows: Operand[V], query: Operand[V]) -> bool:
+    """Whether `rows` has as many rows as the query; two symbolic sizes may be equal under different names."""
+    shapes = graph.shape(rows.value), graph.shape(query.value)
+    if graph.dtype(rows.value) != "float32" or shapes[0] is None or shapes[1] is None:
+        return False
+    sizes = shapes[0][rows.layout.sequence_axis], shapes[1][query.layout.sequence_axis]
+    return sizes[0] == sizes[1] or (isinstance(sizes[0], str) and isinstance(sizes[1], str))
 
 
 def quantized_current_tokens(graph: Graph[V], site: SdpaSite[V]) -> SdpaSite[V] | Mismatch:

@@ -23,35 +23,43 @@ _quantized: Any = torch.ops.quantized_decomposed
 class QuantizedCache(nn.Module):
     """int8 codes with one scale and zero point per token and head, written by llama.update_cache."""
 
-    def __init__(self, *, symmetric: bool = False, flaw: str = "") -> None:
+    def __init__(self, *, symmetric: bool = False, flaw: str = "", head_size: int = HEAD_SIZE) -> None:
         super().__init__()
         self.symmetric, self.flaw = symmetric, flaw
         heads = (1, CAPACITY, KV_HEADS)
         scale_dtype = torch.float64 if flaw == "scale-dtype" else torch.float32
         scale_size = HEAD_SIZE if flaw == "scale-granularity" else 1
-        self.register_buffer("codes", torch.zeros(*heads, HEAD_SIZE, dtype=torch.int8))
+        self.register_buffer("codes", torch.zeros(*heads, head_size, dtype=torch.int8))
         self.register_buffer("scales", torch.ones(*heads, scale_size, dtype=scale_dtype))
-        self.register_buffer("zero_points", torch.zeros(*heads, 1, dtype=torch.int8))
+        zero_dtype = torch.int32 if flaw == "zero-point-dtype" else torch.int8
+        self.register_buffer("zero_points", torch.zeros(*heads, 1, dtype=zero_dtype))
 
     def write(self, rows: Tensor, start: int) -> None:
         name = "choose_qparams_per_token" if self.symmetric else "choose_qparams_per_token_asymmetric"
         scales, zero_points = getattr(_quantized, name)(rows, torch.int8)
         codes = _quantized.quantize_per_token(rows, scales, zero_points, -128, 127, torch.int8)
-        _llama.update_cache(codes, self.codes, start)
+        _llama.update_cache(codes, self.codes[:, 2:] if self.flaw == "part-of-a-buffer" else self.codes, start)
+        if self.flaw == "lossy-scales":
+            scales = scales.to(torch.float16)
         if self.flaw == "scale-granularity":
             scales = scales.expand(1, rows.shape[1], KV_HEADS, HEAD_SIZE).contiguous()
         scale_start = start + 1 if self.flaw == "scales-elsewhere" else start
         # Not `.to`: of a symmetric scale torch.export believes float64, where it is float32, and asserts that.
         scales = torch.ops.aten._to_copy(scales, dtype=self.scales.dtype)
         _llama.update_cache(scales, self.scales, scale_start)
-        _llama.update_cache(torch.ops.aten._to_copy(zero_points, dtype=torch.int8), self.zero_points, start)
+        _llama.update_cache(torch.ops.aten._to_copy(zero_points, dtype=self.zero_points.dtype), self.zero_points, start)
 
     def read(self) -> Tensor:
         zero_points = self.zero_points if self.flaw == "zero-point-wraps" else self.zero_points.to(torch.int64)
         if self.flaw == "spelled":  # (codes - zero_points) * scales, without the operator
             return (self.codes.to(torch.float32) - self.zero_points.to(torch.float32)) * self.scales
+        if self.flaw == "unread-zero-points":
+            return self.codes.to(torch.float32) * self.scales
+        if self.flaw == "bitcast":
+            return self.codes.view(torch.uint8).to(torch.float32) * self.scales
         scales = self.scales.to(torch.float64)
-        return _quantized.dequantize_per_token(self.codes, scales, zero_points, -128, 127, torch.int8, torch.float32)
+        dtype = torch.float64 if self.flaw == "dequantized-dtype" else torch.float32
+        return _quantized.dequantize_per_token(self.codes, scales, zero_points, -128, 127, torch.int8, dtype)
 
 
 class Layer(nn.Module):
@@ -61,13 +69,16 @@ class Layer(nn.Module):
         super().__init__()
         self.form, self.masked, self.flaw = form, masked, flaw
         self.keys = QuantizedCache(symmetric=symmetric, flaw=flaw)
-        self.values = QuantizedCache(symmetric=symmetric, flaw="" if flaw == "half-quantized" else flaw)
+        value_size = HEAD_SIZE // 2 if flaw == "cache-shapes" else HEAD_SIZE
+        self.values = QuantizedCache(symmetric=symmetric, flaw=flaw, head_size=value_size)
         if flaw in ("half-quantized", "cache-not-quantized"):
             self.register_buffer("floats", torch.zeros(1, CAPACITY, KV_HEADS, HEAD_SIZE))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, mask: Tensor | None = None
     ) -> Tensor:
+        if self.flaw == "cache-shapes":
+            value = value[..., : HEAD_SIZE // 2]
         start: Any = position[0].item()
         count = query.shape[1]
         torch._check(start >= 0)
@@ -87,6 +98,19 @@ class Layer(nn.Module):
         torch._check(again >= 0)
         torch._check(again + count <= CAPACITY)
         causal = mask is None or self.flaw == "causal-with-mask"
+        if self.flaw == "writes-a-view":
+            keys, values = keys[:, 2:], values[:, 2:]
+        if self.flaw == "query-dtype":
+            query = query.to(torch.float16)
+        if self.flaw == "recent-rows":
+            query = query[:, -1:]
+        if self.flaw == "attention-in-branch":
+            return torch.cond(
+                query.sum() > 0,
+                lambda q, k, v, m: _llama.custom_sdpa(q, k, v, 0, m, 0.0, False),
+                lambda q, k, v, m: _llama.custom_sdpa(q, k, v, 0, m, 0.0, False) + 1,
+                (query, keys, values, mask),
+            )
         if self.form == "joint":
             return _llama.sdpa_with_kv_cache(query, key, value, keys, values, again, count, mask, 0.0, causal)
         if self.form == "overlaid":

@@ -24,16 +24,18 @@ _BASES = "_all_bases"
 @dataclass(frozen=True)
 class Call:
     """op: qualified name ("llama.update_cache"). arguments: by schema name with defaults. mutated: names of the
-    arguments that come back changed, in the order in which they follow the operator's `returns` own results."""
+    arguments that come back changed, in the order in which they follow the operator's `returns` own results.
+    writes_view: an argument is a part of what comes back (a slice, other strides), so the results are not its own."""
 
     op: str
     arguments: dict[str, Any]
     mutated: tuple[str, ...]
     returns: int
+    writes_view: bool = False
 
 
 def call_of(node: Node) -> Call | None:
-    """The operator call that `node` is; None for anything else, and for a mutated view of a buffer."""
+    """The operator call that `node` is; None for anything else."""
     if node.op != "call_function":
         return None
     if isinstance(node.target, torch._ops.OpOverload):
@@ -52,16 +54,20 @@ def _functionalized(node: Node) -> Call | None:
     assert isinstance(bases, (list, tuple))
     given = {key: value for key, value in node.kwargs.items() if not key.startswith("_")}
     mutated: list[str] = [""] * len(bases)
+    writes_view = False
     for argument in op._schema.arguments:
         name = argument.name
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         index = node.kwargs.get(f"_{name}_base_index")
         if not isinstance(index, int):
-            return None  # the argument is a view of its base: a write into a part of a buffer
+            given[name] = None  # an optional argument left out
+            continue
         given[name] = bases[index]
         mutated[index] = name
-    return Call(_qualified(op), _bind(op._schema, (), given), tuple(mutated), len(op._schema.returns))
+        writes_view |= any(f"_{name}{view}" in node.kwargs for view in ("_size", "_slice_dim"))
+    call = _bind(op._schema, (), given)
+    return Call(_qualified(op), call, tuple(mutated), len(op._schema.returns), writes_view)
 
 
 def _bind(schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def source_call_of(node: Node) -> SourceCall | None:
     """The recognised source operator of which `node` is a result."""
     producer, index = result_of(node)
     call = call_of(producer)
-    if call is None or call.op not in SOURCE_OPS:
+    if call is None or call.op not in SOURCE_OPS or call.writes_view:
         return None
     named = SOURCE_OPS[call.op].results
     if call.mutated:  # what such an operator returns is its output, or a placeholder that means nothing

@@ -17,6 +17,7 @@ from torch.fx.passes.tools_common import stable_topological_sort
 
 import graphrewrite.custom_ops.torch_ops  # noqa: F401  (defines torch.ops.graphrewrite)
 from graphrewrite import operators
+from graphrewrite.fx.calls import call_of, result_of
 from graphrewrite.fx.prepare import fake_mode_of
 from graphrewrite.site import CacheUpdate, SdpaSite
 from graphrewrite.vocabulary import Layout, Operand, Position
@@ -99,10 +100,15 @@ def _remove_dead(module: GraphModule) -> None:
         if _is_assertion(node):
             asserted = node.args[0]
             assert isinstance(asserted, Node)
-            if all(map(_is_assertion, asserted.users)) or asserted.target is operator.getitem:
+            if all(map(_is_assertion, asserted.users)) or _is_ours(asserted):
                 module.graph.erase_node(node)
         elif not node.users and not node.is_impure():
             module.graph.erase_node(node)
+
+
+def _is_ours(node: Node) -> bool:
+    call = call_of(result_of(node)[0])
+    return call is not None and call.op.startswith("graphrewrite.")
 
 
 def _is_assertion(node: Node) -> bool:

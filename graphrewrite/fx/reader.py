@@ -7,7 +7,7 @@ without users and no value says what the cache holds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from graphrewrite.fx.calls import Call, call_of, dtype_name, result_of, source_call_of
 from graphrewrite.report import Mismatch
-from graphrewrite.source_calls import UNREAD_ATTENTION, attention_of_call, concept_of_call
+from graphrewrite.source_calls import ATTENTION_OPS, UNREAD_ATTENTION, attention_of_call, concept_of_call
 from graphrewrite.vocabulary import Attention, Cast, Concept, Dequantize, Dim, Forward, Multiply, Permute, Subtract
 
 _PASS_ON = {"aten.clone", "aten.alias", "aten.detach", "aten.contiguous", "aten.lift_fresh_copy"}
@@ -32,6 +32,11 @@ class FxGraph:
 
     def __init__(self, program: ExportedProgram) -> None:
         self._graph = program.graph
+        self._branches = [
+            (name, module)
+            for name, module in program.graph_module.named_modules()
+            if name and isinstance(module, torch.fx.GraphModule)
+        ]
         self._numbers = _number_values(self._graph)
 
     def attentions(self) -> Iterator[Attention[Node] | Mismatch]:
@@ -43,6 +48,10 @@ class FxGraph:
                 message = f"{call.op} is not read: {UNREAD_ATTENTION[call.op]}"
                 yield Mismatch("attention-form", message, (self.name(node),))
                 continue
+            if call.writes_view and call.op in ATTENTION_OPS:
+                message = f"{call.op} writes into a view of a buffer, of which its result is another part"
+                yield Mismatch("writes-a-view", message, (self.name(node),), remedy="let the cache be a whole buffer")
+                continue
             output = _first_result(node, call)
             source = source_call_of(output) if output is not None else None
             if output is None or source is None:
@@ -50,6 +59,16 @@ class FxGraph:
             attention = attention_of_call(source, output, self.name(node))
             if attention is not None:
                 yield attention
+        yield from self._in_branches()
+
+    def _in_branches(self) -> Iterator[Mismatch]:
+        """The cores in the branches and loop bodies of control flow, which are not entered."""
+        for name, module in self._branches:
+            for node in module.graph.nodes:
+                call = call_of(node)
+                if call is not None and call.op in (*ATTENTION_OPS, *UNREAD_ATTENTION):
+                    message = f"{call.op} stands in {name}, a branch or loop body, which is not entered"
+                    yield Mismatch("attention-in-branch", message, (f"{name}/{node.name}",))
 
     def already_fused(self) -> int:
         calls = (call_of(node) for node in self._graph.nodes)
@@ -71,7 +90,8 @@ class FxGraph:
         source = args.get("self", args.get("input"))
         if not isinstance(source, Node):
             return None
-        if call.op in _PASS_ON or (call.op in _RESHAPES and self.shape(value) == self.shape(source)):
+        alike = self.shape(value) == self.shape(source) and self.dtype(value) == self.dtype(source)
+        if alike and (call.op in _PASS_ON or call.op in _RESHAPES):  # `view` may also reinterpret the bits
             return Forward(source)
         if call.op in _CASTS:
             before, after = self.dtype(source), self.dtype(value)
@@ -108,6 +128,9 @@ class FxGraph:
     def dtype(self, value: Node) -> str | None:
         tensor = value.meta.get("val")
         return dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else None
+
+    def scope(self, value: Node) -> Hashable:
+        return None  # the bodies of branches are other graphs, which are not entered
 
     def same(self, left: Node, right: Node) -> bool:
         return self._numbers[left] == self._numbers[right]
@@ -148,7 +171,9 @@ def _number_values(graph: torch.fx.Graph) -> dict[Node, int]:
         if node.op != "call_function" or _is_random(node):
             key: Any = (node.op, node.name)
         else:
-            key = (node.target, _key(node.args, numbers), _key(node.kwargs, numbers))
+            # The shape too: that of an only element and of its tensor differ, and with them what is made of either.
+            shape = tuple(map(str, getattr(node.meta.get("val"), "shape", ())))
+            key = (node.target, _key(node.args, numbers), _key(node.kwargs, numbers), shape)
         numbers[node] = known.setdefault(key, len(known))
     return numbers
 
@@ -166,23 +191,21 @@ def _key(argument: Any, numbers: dict[Node, int]) -> Any:
 
 
 def _only_element(node: Node) -> Node | None:
+    """The integer tensor of one element that `node` takes the element out of, or passes on in another shape or type."""
     call = call_of(node)
     if call is None or call.op not in _ONLY_ELEMENT | _CASTS:
         return None
     source = call.arguments.get("self")
-    if not isinstance(source, Node):
-        return None
-    tensor = source.meta.get("val")
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int64, torch.int32):
-        return None
-    if any(size != 1 for size in tensor.shape if isinstance(size, int)) or not all(
-        isinstance(size, int) for size in tensor.shape
-    ):
+    if not isinstance(source, Node) or not _is_one_integer(source.meta.get("val")):
         return None
     after = node.meta.get("val")
-    if isinstance(after, torch.Tensor) and after.dtype not in (torch.int64, torch.int32):
-        return None
-    return source
+    return source if isinstance(after, (int, torch.SymInt)) or _is_one_integer(after) else None
+
+
+def _is_one_integer(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
+        return False
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _is_random(node: Node) -> bool:

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.onnx.ops import _symbolic_impl
 
+from graphrewrite.errors import InputError
 from graphrewrite.fx.calls import Call, call_of
 from graphrewrite.fx.reader import FxGraph
 from graphrewrite.source_calls import SOURCE_OPS
@@ -59,9 +60,17 @@ def _onnx_node(node: Node, reader: FxGraph) -> _OnnxNode | None:
         return _own_node(node, call, op)
     if call.op not in SOURCE_OPS:
         return None
+    if call.writes_view:
+        name = reader.name(node)
+        raise InputError(f"{name}: {call.op} writes into a view of a buffer; let the cache be a whole buffer")
     source = SOURCE_OPS[call.op]
     operands = [call.arguments[name] for name in source.operands]
     if op == "dequantize_per_token":
+        if reader.dtype(operands[0]) == "int8" == reader.dtype(operands[2]):
+            raise InputError(
+                f"{reader.name(node)}: the zero points are subtracted in int8, where 127 - (-128) is -1; "
+                "cast codes and zero points to a wider type before subtracting"
+            )
         # Casts that lose nothing are left out: the node's meaning is (codes - zero_points) * scales in a type that
         # holds the difference, and the product of an integer of 9 bits and a float32 rounds alike from either width.
         operands = [narrow(reader, operand) for operand in operands]

@@ -44,11 +44,13 @@ class _Emitter:
         return bool(self._replaced)
 
     def replace(self, site: SdpaSite[ir.Value]) -> None:
-        self._anchor = site.output.value.producer()
         for update in (site.key_update, site.value_update):
             # Layers that share a cache share its update, which is then replaced once.
             if update is not None and update.after.codes not in self._replaced:
+                # In the graph of the writes, which may be an outer one of the attention's.
+                self._anchor = update.after.codes.producer()
                 self._update(update, site.layout)
+        self._anchor = site.output.value.producer()
         operands, attributes = operators.custom_sdpa(site, self)
         (fused,) = self._fused(self._anchor, "CustomSdpa", operands, attributes)
         self._replace(site.output.value, self._transposed(fused, site.layout, site.output.layout))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import onnx_ir as ir
 
 from graphrewrite.report import Mismatch
-from graphrewrite.source_calls import SOURCE_OPS, UNREAD_ATTENTION, SourceCall, attention_of_call, concept_of_call
+from graphrewrite.source_calls import (
+    ATTENTION_OPS,
+    SOURCE_OPS,
+    UNREAD_ATTENTION,
+    SourceCall,
+    attention_of_call,
+    concept_of_call,
+)
 from graphrewrite.vocabulary import (
     Attention,
     CacheWrite,
@@ -26,8 +33,19 @@ from graphrewrite.vocabulary import (
 )
 
 DOMAIN = "graphrewrite"
+_OWN_BODIES = {DOMAIN, *(name.partition(".")[0] for name in SOURCE_OPS)}
 # Operators that give back the only element of their input, or its value in another integer type.
 _ONLY_ELEMENT = {"Squeeze", "Unsqueeze", "Reshape", "Gather", "Slice", "Identity", "Cast", "Flatten"}
+# What an Attention node may say and still be what CustomSdpa computes; newer opsets add more.
+_ATTENTION_ATTRIBUTES = {
+    "is_causal",
+    "kv_num_heads",
+    "q_num_heads",
+    "qk_matmul_output_mode",
+    "scale",
+    "softcap",
+    "softmax_precision",
+}
 _RESHAPES = {"Reshape", "Expand", "Squeeze", "Unsqueeze"}
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
 
@@ -36,6 +54,7 @@ class OnnxGraph:
     """The `Graph` of a model's main graph and of the bodies of its If and Loop nodes."""
 
     def __init__(self, model: ir.Model) -> None:
+        self._functions = [f for f in model.functions.values() if f.domain not in _OWN_BODIES]
         self._nodes = tuple(ir.traversal.RecursiveGraphIterator(model.graph))
         self._numbers = _number_values(self._nodes)
 
@@ -52,6 +71,21 @@ class OnnxGraph:
                 attention = None if call is None else attention_of_call(call, node.outputs[0], self._label(node))
                 if attention is not None:
                     yield attention
+        yield from self._in_functions()
+
+    def _in_functions(self) -> Iterator[Mismatch]:
+        """The cores in bodies of functions, which are not entered: what a body is given is not known there."""
+        for function in self._functions:
+            for node in ir.traversal.RecursiveGraphIterator(function):
+                name = f"{node.domain}.{node.op_type}".lstrip(".")
+                if name in ("Attention", *ATTENTION_OPS, *UNREAD_ATTENTION):
+                    where = f"{function.domain}.{function.name}/{self._label(node)}"
+                    yield Mismatch(
+                        "attention-in-function",
+                        f"{node.op_type} stands in the body of the function {function.name}, which is not entered",
+                        (where,),
+                        remedy="inline the functions of the model first (onnx.inliner)",
+                    )
 
     def already_fused(self) -> int:
         return sum(node.domain == DOMAIN and node.op_type == "CustomSdpa" for node in self._nodes)
@@ -75,9 +109,11 @@ class OnnxGraph:
                     (name,),
                     remedy="fold the valid length into the mask, or set is_causal",
                 )
-            start: Position[ir.Value] = Position(valid, minus_new=True)  # bottom-right alignment
-        elif mask is not None or is_causal:
-            start = Position(None)  # top-left alignment; a mask covers every slot
+            start: Position[ir.Value] | None = Position(valid, minus_new=True)  # bottom-right alignment
+        elif is_causal:
+            start = Position(None)  # top-left alignment
+        elif mask is not None:
+            start = None  # the mask alone decides
         elif isinstance(capacity, int):
             start = Position(None, capacity, minus_new=True)  # every slot is seen
         else:
@@ -111,6 +147,11 @@ class OnnxGraph:
             )
         if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
             return Mismatch("attention-outputs", "more of Attention than its first output is used", (name,))
+        unknown = sorted(set(node.attributes) - _ATTENTION_ATTRIBUTES)
+        if unknown:
+            return Mismatch(
+                "attention-attribute", f"Attention has {', '.join(unknown)}, which the fused operator lacks", (name,)
+            )
         if _attribute(node, "softcap", 0.0) != 0.0:
             return Mismatch("softcap", "Attention has a softcap, which the fused operator lacks", (name,))
         for operand in (query, key, value):
@@ -169,7 +210,9 @@ class OnnxGraph:
         if scales is None or shape is None or axis % len(shape) != len(shape) - 1:
             block = -1  # scales along another axis, which no pattern takes for one scale per token and head
         assert scales is not None
-        return Dequantize(codes, scales, zero_points, block, self.dtype(scales) or "")
+        given = _attribute(node, "output_dtype", 0)
+        dtype = dtype_name(ir.DataType(given)) if given else self.dtype(scales) or ""
+        return Dequantize(codes, scales, zero_points, block, dtype)
 
     def _tensor_scatter(self, node: ir.Node, cache: ir.Value) -> CacheWrite[ir.Value] | None:
         rows = node.inputs[1]
@@ -190,6 +233,10 @@ class OnnxGraph:
 
     def dtype(self, value: ir.Value) -> str | None:
         return None if value.dtype is None else dtype_name(value.dtype)
+
+    def scope(self, value: ir.Value) -> Hashable:
+        node = value.producer()
+        return None if node is None else node.graph
 
     def same(self, left: ir.Value, right: ir.Value) -> bool:
         return bool(self._number(left) == self._number(right))
@@ -251,7 +298,9 @@ def _number_values(nodes: tuple[ir.Node, ...]) -> dict[ir.Value, Any]:
         inputs = tuple(None if value is None else numbers.get(value, value) for value in node.inputs)
         attributes = tuple(sorted((name, _attribute_key(a)) for name, a in node.attributes.items()))
         for index, output in enumerate(node.outputs):
-            key = (node.domain, node.op_type, node.overload, inputs, attributes, index)
+            # The shape too: that of an only element and of its tensor differ, and with them what is made of either.
+            shape = str(output.shape)
+            key = (node.domain, node.op_type, node.overload, inputs, attributes, index, shape)
             numbers[output] = known.setdefault(key, len(known))
     return numbers
 
@@ -271,7 +320,7 @@ def _attribute_key(attribute: ir.Attr) -> str:
 def _gives_only_element(node: ir.Node) -> bool:
     if node.domain != "" or node.op_type not in _ONLY_ELEMENT or not node.inputs or node.inputs[0] is None:
         return False
-    return _is_one_integer(node.inputs[0]) and (node.op_type != "Cast" or _is_one_integer(node.outputs[0]))
+    return _is_one_integer(node.inputs[0]) and _is_one_integer(node.outputs[0])
 
 
 def _is_one_integer(value: ir.Value) -> bool:

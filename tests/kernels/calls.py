@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 def instruction_sets() -> list[str]:
     """Those this processor can run."""
     available = []
-    for name in ("scalar", "avx2"):
+    for name in ("scalar", "avx2", "avx512"):
         try:
             capi.set_isa(name)
         except KernelError:

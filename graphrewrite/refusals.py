@@ -1,0 +1,36 @@
+"""The codes of refusals: stable names for programs, each with what it means. A report's `Mismatch` has the details."""
+
+from __future__ import annotations
+
+REFUSALS: dict[str, str] = {
+    "attention-attribute": "ONNX Attention has an attribute that the fused operator lacks",
+    "attention-form": "an attention core that no pattern reads yet",
+    "attention-in-branch": "the core stands in a branch or loop body of a torch program, which is not entered",
+    "attention-in-function": "the core stands in the body of a model-local function, which is not entered",
+    "attention-outputs": "more of ONNX Attention than its first output is used",
+    "attention-past": "ONNX Attention concatenates a past of its own",
+    "attention-rank": "an operand of ONNX Attention is not known to have 4 dimensions",
+    "cache-layout": "keys and values lie in different layouts",
+    "cache-not-quantized": "the caches hold floats",
+    "cache-shapes": "the caches of keys and values have different shapes",
+    "capacity-unknown": "every slot is attended to and their number is not known",
+    "causal-with-mask": "a source operator is given a mask and is_causal, for which its meaning is not defined",
+    "codes-dtype": "the codes are not int8",
+    "current-tokens-not-cached": 'current_tokens="quantized" and the cache does not hold the current tokens',
+    "dequantized-dtype": "the cache is dequantized to another type than float32",
+    "half-quantized": "one of the two caches is dequantized and the other is not",
+    "mask-type": "the mask is neither bool nor float32, or has no 2 to 4 dimensions",
+    "mask-with-valid-length": "ONNX Attention has a mask and a valid length and is not causal",
+    "no-pattern": "the keys come from something that no pattern reads as a quantized cache",
+    "position-differs": "the rows overwritten and the positions attended to start at different values",
+    "query-dtype": "the query is not float32",
+    "recent-rows": "the exact rows of the current tokens do not go with the rows of the query",
+    "scale-dtype": "the scales are not float32",
+    "scale-granularity": "there is not one scale per token and head",
+    "scale-layout": "codes and scales are transposed differently",
+    "softcap": "ONNX Attention has a softcap, which the fused operator lacks",
+    "write-axis": "the current rows are not written along the sequence axis",
+    "writes-a-view": "an operator writes into a part of a buffer",
+    "zero-point-dtype": "the zero points are not int8",
+    "zero-point-wraps": "the zero points are subtracted in int8, which wraps",
+}
