@@ -167,6 +167,44 @@ def test_onnx_rows_overwritten_under_a_mask_are_recent_rows() -> None:
     assert gr.verify(before, result.model, steps(), **TOLERANCE).ok
 
 
+BRANCH = """
+    {x}_float = quantized_decomposed.dequantize_per_token
+        <quant_min=-128, quant_max=127, dtype=3, output_dtype=1>(new_codes, new_scales, new_zeros)
+    {x} = llama.custom_sdpa<is_causal=1>(query, {x}_float, {x}_float, start)
+"""
+BRANCHES = f"""
+    <ir_version: 10, opset_import: ["" : 21, "llama" : 1, "quantized_decomposed" : 1]>
+    layer (float[1,S,4,16] query, float[1,S,2,16] rows, int64 start, bool first,
+           int8[1,32,2,16] codes, float[1,32,2,1] scales, int8[1,32,2,1] zeros)
+       => (float[1,S,4,16] output, int8[1,32,2,16] new_codes, float[1,32,2,1] new_scales, int8[1,32,2,1] new_zeros)
+       <double[1,S,2,1] chosen, int64[1,S,2,1] shift, int8[1,S,2,16] written, float[1,S,2,1] chosen_f,
+        int8[1,S,2,1] shift_i>
+    {{
+        chosen, shift = quantized_decomposed.choose_qparams_per_token_asymmetric<dtype=3>(rows)
+        written = quantized_decomposed.quantize_per_token<quant_min=-128, quant_max=127, dtype=3>(rows, chosen, shift)
+        chosen_f = Cast<to=1>(chosen)
+        shift_i = Cast<to=3>(shift)
+        new_codes = llama.update_cache(written, codes, start)
+        new_scales = llama.update_cache(chosen_f, scales, start)
+        new_zeros = llama.update_cache(shift_i, zeros, start)
+        output = If(first) <
+            then_branch = a () => (float[1,S,4,16] a) {{ {BRANCH.replace("{x}", "a")} }},
+            else_branch = b () => (float[1,S,4,16] b) {{ {BRANCH.replace("{x}", "b")} }}>
+    }}
+"""
+
+
+def test_attention_in_branches_over_a_cache_written_outside() -> None:
+    before = ir.from_proto(onnx.parser.parse_model(BRANCHES))
+    for node in ir.traversal.RecursiveGraphIterator(before.graph):
+        if node.op_type == "dequantize_per_token":  # of an operator of a custom domain, inference knows nothing
+            node.outputs[0].dtype, node.outputs[0].shape = ir.DataType.FLOAT, ir.Shape([1, 32, 2, 16])
+    after = gr.rewrite(before, require=2).model
+    assert [node.op_type for node in after.graph] == ["UpdateQuantizedCache", "If"]
+    onnx.checker.check_model(ir.to_proto(after))
+    gr.session(after)
+
+
 def test_a_zero_point_dropped_or_another_scale_is_rewritten_as_it_stands() -> None:
     """A graph that reads its cache in a strange way means just that, and the rewritten one means the same."""
     for old, new in (
