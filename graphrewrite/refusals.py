@@ -19,6 +19,7 @@ REFUSALS: dict[str, str] = {
     "current-tokens-not-cached": 'current_tokens="quantized" and the cache does not hold the current tokens',
     "dequantized-dtype": "the cache is dequantized to another type than float32",
     "half-quantized": "one of the two caches is dequantized and the other is not",
+    "malformed-node": "the core lacks an input or has an attribute that its operator does not take",
     "mask-type": "the mask is neither bool nor float32, or has no 2 to 4 dimensions",
     "mask-with-valid-length": "ONNX Attention has a mask and a valid length and is not causal",
     "no-pattern": "the keys come from something that no pattern reads as a quantized cache",

@@ -63,13 +63,13 @@ def explain(model: ModelLike) -> Report:
 
 
 def _check_options(passes: Sequence[str], current_tokens: str, require: int | None) -> None:
-    unknown = [name for name in passes if name not in PASSES]
-    if unknown or isinstance(passes, str) or not passes:
+    sequence = isinstance(passes, Sequence) and not isinstance(passes, str)
+    if not sequence or not passes or any(name not in PASSES for name in passes):
         raise InputError(f"passes: {passes!r} is not a non-empty sequence of names out of {', '.join(PASSES)}")
     if current_tokens not in ("exact", "quantized"):
         raise InputError(f'current_tokens: {current_tokens!r} is neither "exact" nor "quantized"')
-    if require is not None and require < 0:
-        raise InputError(f"require: {require} is negative")
+    if require is not None and (isinstance(require, bool) or not isinstance(require, int) or require < 0):
+        raise InputError(f"require: {require!r} is not a number of sites")
 
 
 def _check_requirement(report: Report, require: int | None) -> None:

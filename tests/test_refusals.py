@@ -48,6 +48,11 @@ ATTENTION = 'Attention<is_causal=1>(query, key_float, value_float, "", "", "", v
 GROUP_QUERY = """
     output = com.microsoft.GroupQueryAttention<num_heads=4, kv_num_heads=2>(query, key, value, "", "", lengths, total)
 """
+SOURCE_CORE = """
+    <ir_version: 10, opset_import: ["" : 21, "llama" : 1]>
+    layer (float[1,S,4,16] query, float[1,32,4,16] key, int64 start) => (float[1,S,4,16] output)
+    { output = llama.custom_sdpa<is_causal=1>(query, key, key, start) }
+"""
 FUNCTION = """
     <ir_version: 10, opset_import: ["" : 24, "local" : 1]>
     layer (float[1,4,S,16] query, float[1,4,S,16] key) => (float[1,4,S,16] output) { output = local.attend(query, key) }
@@ -180,7 +185,62 @@ def test_every_code_is_listed_and_produced() -> None:
     sources = [path for folder in ("graphrewrite", "patterns") for path in Path(folder).rglob("*.py")]
     used = {code for path in sources for code in re.findall(r'Mismatch\(\s*"([a-z-]+)"', path.read_text("utf-8"))}
     assert used == set(REFUSALS)
-    assert set(REFUSALS) == set(FX_REFUSALS) | set(ONNX_REFUSALS) | {"current-tokens-not-cached"}
+    assert set(REFUSALS) - {"malformed-node"} == set(FX_REFUSALS) | set(ONNX_REFUSALS) | {"current-tokens-not-cached"}
+
+
+def without_input(index: int) -> Callable[[ir.Node], None]:
+    return lambda node: node.replace_input_with(index, None)
+
+
+def with_attribute(name: str, value: object) -> Callable[[ir.Node], None]:
+    def change(node: ir.Node) -> None:
+        node.attributes[name] = ir.convenience.convert_attribute(name, value)  # type: ignore[arg-type]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without_input(0), "lacks input 0"),
+        (without_input(2), "lacks input 2"),
+        (with_attribute("is_causal", 7), "is_causal is 7"),
+        (with_attribute("is_causal", 1.0), "is_causal is FLOAT, not INT"),
+        (with_attribute("scale", float("nan")), "scale is nan"),
+        (with_attribute("scale", "x"), "scale is STRING, not FLOAT"),
+    ],
+)
+@pytest.mark.parametrize("domain", ["", "llama"])
+def test_malformed_core_is_refused(domain: str, change: Callable[[ir.Node], None], says: str) -> None:
+    model = build() if domain == "" else ir.from_proto(onnx.parser.parse_model(SOURCE_CORE))
+    change(next(node for node in model.graph if node.op_type in ("Attention", "custom_sdpa")))
+    (refusal,) = gr.explain(model).refusals
+    assert refusal.code == "malformed-node" and says in refusal.message
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_source_core_with_too_few_inputs_is_refused(count: int) -> None:
+    text = SOURCE_CORE.replace("(query, key, key, start)", f"({', '.join(['query', 'key', 'key', 'start'][:count])})")
+    assert [refusal.code for refusal in gr.explain(onnx.parser.parse_model(text)).refusals] == ["malformed-node"]
+
+
+def core_first(core: ir.Node) -> None:
+    graph = core.graph
+    assert isinstance(graph, ir.Graph)
+    graph.remove(core)
+    graph.insert_before(graph[0], core)
+
+
+def core_of_nothing(core: ir.Node) -> None:
+    core.replace_input_with(1, ir.Value(name="nowhere"))
+
+
+@pytest.mark.parametrize("change", [core_first, core_of_nothing])
+def test_unsound_graph_is_an_input_error(change: Callable[[ir.Node], None]) -> None:
+    model = build()
+    change(next(node for node in model.graph if node.op_type == "Attention"))
+    with pytest.raises(gr.InputError, match="the graph is not sound"):
+        gr.rewrite(model)
 
 
 @pytest.mark.parametrize("code", ONNX_REFUSALS)

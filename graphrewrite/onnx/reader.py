@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphrewrite.onnx.soundness import fault
 from graphrewrite.report import Mismatch
 from graphrewrite.source_calls import (
     ATTENTION_OPS,
@@ -64,9 +65,11 @@ class OnnxGraph:
             if qualified in UNREAD_ATTENTION:
                 reason = UNREAD_ATTENTION[qualified]
                 yield Mismatch("attention-form", f"{node.op_type} is not read: {reason}", (self._label(node),))
-            elif node.domain == "" and node.op_type == "Attention":
+            elif qualified in (".Attention", *ATTENTION_OPS) and (wrong := fault(node)) is not None:
+                yield Mismatch("malformed-node", wrong, (self._label(node),))
+            elif qualified == ".Attention":
                 yield self._onnx_attention(node)
-            elif qualified in SOURCE_OPS:
+            elif qualified in ATTENTION_OPS:
                 call = _source_call(node.outputs[0])
                 attention = None if call is None else attention_of_call(call, node.outputs[0], self._label(node))
                 if attention is not None:
@@ -165,6 +168,8 @@ class OnnxGraph:
         node = value.producer()
         if node is None:
             return None
+        if fault(node) is not None:
+            return None
         call = _source_call(value)
         if call is not None:
             return concept_of_call(call)
@@ -207,7 +212,7 @@ class OnnxGraph:
         shape = self.shape(codes)
         block = _attribute(node, "block_size", 0)
         axis = _attribute(node, "axis", 1)
-        if scales is None or shape is None or axis % len(shape) != len(shape) - 1:
+        if shape is None or axis not in (-1, len(shape) - 1):
             block = -1  # scales along another axis, which no pattern takes for one scale per token and head
         assert scales is not None
         given = _attribute(node, "output_dtype", 0)
@@ -220,7 +225,8 @@ class OnnxGraph:
         shape = self.shape(cache)
         if rows is None or shape is None or _attribute(node, "mode", "linear") != "linear":
             return None
-        return CacheWrite(cache, rows, Position(indices), _attribute(node, "axis", -2) % len(shape))
+        axis = _attribute(node, "axis", -2)
+        return CacheWrite(cache, rows, Position(indices), axis if axis >= 0 else axis + len(shape))
 
     def shape(self, value: ir.Value) -> tuple[Dim, ...] | None:
         if value.shape is None:
@@ -249,7 +255,7 @@ class OnnxGraph:
         return value.name or "?" if node is None else self._label(node)
 
     def _label(self, node: ir.Node) -> str:
-        return node.name or f"{node.op_type}({node.outputs[0].name})"
+        return node.name or f"{node.op_type}({', '.join(output.name or '' for output in node.outputs[:1])})"
 
 
 def dtype_name(dtype: ir.DataType) -> str:
