@@ -134,7 +134,7 @@ def version() -> str:
 
 
 def isa() -> str:
-    """The instruction set in use, "scalar" or "avx2"."""
+    """The instruction set in use, "scalar", "avx2" or "avx512"."""
     return str(_library().gr_isa().decode())
 
 
@@ -142,7 +142,7 @@ def set_isa(name: str | None) -> None:
     """Selects the instruction set for the whole process.
 
     Args:
-        name: "scalar" or "avx2"; None: as at load, which the environment variable GRAPHREWRITE_ISA decides.
+        name: "scalar", "avx2" or "avx512"; None: as at load, which the environment variable GRAPHREWRITE_ISA decides.
 
     Raises:
         KernelError: the name is unknown, or this processor has no such instructions. Nothing changes then.

@@ -31,10 +31,9 @@ bool unit_strides(const Attention& a) {
 
 struct Plan {
     bool few;
-    std::int64_t heads;            // key/value heads a job goes through, block by block
+    std::int64_t heads;            // key/value heads of a job
     std::int64_t tile_rows, tiles; // query rows a tile, tiles
     std::int64_t part_keys, parts; // keys a part, parts
-    std::int64_t block_keys;       // keys a job takes of one head before the next
     std::int64_t width;            // floats from one row of a partial's values to the next
     std::int64_t jobs;             // tiles x batch x groups of heads, each for every part
 
@@ -55,7 +54,6 @@ struct Plan {
         else
             part_keys = jobs >= wanted ? keys : larger(share, kManyKeys);
         parts = divide_up(keys, part_keys);
-        block_keys = heads > 1 ? kKeyStep : part_keys;
         width = kernels.width(a.dim);
     }
 
@@ -73,7 +71,7 @@ struct Plan {
         const std::int64_t row_begin = (tiles - 1 - job / groups / a.batch) * tile_rows;
         const std::int64_t row_end = smaller(row_begin + tile_rows, a.rows);
         const std::int64_t limit = key_limit(a, b, row_end), key_begin = smaller(part * part_keys, limit);
-        return {b, job % groups * heads, row_begin, row_end, key_begin, smaller(key_begin + part_keys, limit)};
+        return {b, job % groups * heads, heads, row_begin, row_end, key_begin, smaller(key_begin + part_keys, limit)};
     }
 };
 
@@ -93,7 +91,7 @@ void attend(const Attention& a, const AttentionKernels* kernels, const Threads& 
     const Plan plan(a, *kernels);
     const std::int64_t floats = plan.partial_floats(a), rows = plan.rows(a);
     const std::int64_t working =
-        round_up(plan.few ? kernels->few_scratch(a, rows, plan.block_keys) : kernels->many_scratch(a, rows), 16);
+        round_up(plan.few ? kernels->few_scratch(a, rows, plan.heads) : kernels->many_scratch(a, rows), 16);
     const std::int64_t cost = a.query_heads * a.batch * a.rows * a.dim * smaller(plan.parts * plan.part_keys, kInline);
     const Threads alone(nullptr);
     const Threads& team = cost < kInline ? alone : threads;
@@ -102,37 +100,33 @@ void attend(const Attention& a, const AttentionKernels* kernels, const Threads& 
     const std::int64_t partials = (plan.parts > 1 ? plan.jobs * plan.parts : workers) * plan.heads;
     const Scratch scratch(static_cast<std::size_t>(partials * floats + workers * working) * sizeof(float));
     float* memory = static_cast<float*>(scratch.data());
-    const auto attend_tile = plan.few ? kernels->few : kernels->many;
     // The partial of head `head` of a job and, `floats` further, those of the parts after the first.
     const auto partial_at = [&](std::int64_t job, std::int64_t head, std::int64_t part) {
         return plan.partial(a, memory + ((job * plan.heads + head) * plan.parts + part) * floats);
     };
-    const auto finish = [&](Tile tile, std::int64_t job) {
-        for (std::int64_t head = 0; head < plan.heads; ++head, ++tile.kv_head)
-            kernels->finish(a, tile, partial_at(job, head, 0), plan.parts, floats);
+    const auto finish = [&](Tile tile, std::int64_t job, std::int64_t head) {
+        tile.kv_head += head;
+        kernels->finish(a, tile, partial_at(job, head, 0), plan.parts, floats);
     };
 
     team.run(static_cast<std::size_t>(plan.jobs * plan.parts), [&](std::size_t index, std::size_t worker) {
         const std::int64_t n = static_cast<std::int64_t>(index), w = static_cast<std::int64_t>(worker);
         const std::int64_t job = n % plan.jobs, part = n / plan.jobs, place = plan.parts > 1 ? job : w;
-        const Tile whole = plan.tile(a, job, part);
+        const Tile tile = plan.tile(a, job, part);
         for (std::int64_t head = 0; head < plan.heads; ++head)
             clear(a, plan, partial_at(place, head, part));
-        Tile tile = whole;
-        for (; tile.key_begin < whole.key_end; tile.key_begin = tile.key_end) {
-            tile.key_end = smaller(tile.key_begin + plan.block_keys, whole.key_end);
-            for (std::int64_t head = 0; head < plan.heads; ++head) {
-                tile.kv_head = whole.kv_head + head;
-                attend_tile(a, tile, partial_at(place, head, part), memory + partials * floats + w * working);
-            }
-        }
-        if (plan.parts == 1)
-            finish(whole, place);
+        float* scratch_memory = memory + partials * floats + w * working;
+        if (plan.few)
+            kernels->few(a, tile, partial_at(place, 0, part), plan.parts * floats, scratch_memory);
+        else
+            kernels->many(a, tile, partial_at(place, 0, part), scratch_memory);
+        for (std::int64_t head = 0; plan.parts == 1 && head < plan.heads; ++head)
+            finish(tile, place, head);
     });
     if (plan.parts > 1)
-        team.run(static_cast<std::size_t>(plan.jobs), [&](std::size_t index, std::size_t) {
-            const std::int64_t job = static_cast<std::int64_t>(index);
-            finish(plan.tile(a, job, 0), job);
+        team.run(static_cast<std::size_t>(plan.jobs * plan.heads), [&](std::size_t index, std::size_t) {
+            const std::int64_t job = static_cast<std::int64_t>(index) / plan.heads;
+            finish(plan.tile(a, job, 0), job, static_cast<std::int64_t>(index) % plan.heads);
         });
 }
 

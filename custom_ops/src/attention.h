@@ -35,9 +35,10 @@ static inline std::int64_t key_limit(const Attention& a, std::int64_t b, std::in
     return a.causal ? smaller(valid, start + row_end) : valid;
 }
 
-// Query rows [row_begin, row_end) of all heads of one group, and the keys [key_begin, key_end) they look at.
+// Query rows [row_begin, row_end) of the groups of key/value heads [kv_head, kv_head + heads), and the keys [key_begin,
+// key_end) they look at.
 struct Tile {
-    std::int64_t batch, kv_head, row_begin, row_end, key_begin, key_end;
+    std::int64_t batch, kv_head, heads, row_begin, row_end, key_begin, key_end;
 };
 
 // Whether the heads of one position lie side by side, so that a block of positions is one stretch of memory.
@@ -57,15 +58,15 @@ struct Partial {
 // be 1.
 struct AttentionKernels {
     // Tiles of at most this many rows (group x query rows) go to `few`, which reads the cache once and keeps nothing;
-    // others to `many`, which first unpacks blocks of keys to floats.
+    // others to `many`, which first unpacks blocks of keys to floats and takes one head.
     std::int64_t few_rows;
     std::int64_t (*width)(std::int64_t dim); // row pitch of Partial::values
-    std::int64_t (*few_scratch)(const Attention&, std::int64_t rows,
-                                std::int64_t keys); // in floats
-    std::int64_t (*many_scratch)(const Attention&,
-                                 std::int64_t rows); // in floats
-    // Both go on from a partial, at first with maximum -inf and zeros, and add the keys of the tile to it.
-    void (*few)(const Attention&, const Tile&, const Partial&, float* scratch);
+    // Scratch memory for `rows` rows of `heads` heads, in floats.
+    std::int64_t (*few_scratch)(const Attention&, std::int64_t rows, std::int64_t heads);
+    std::int64_t (*many_scratch)(const Attention&, std::int64_t rows);
+    // Both go on from a partial for each head, at first with maximum -inf and zeros, and add the keys of the tile to
+    // it. `few`: the partials are `pitch` floats apart.
+    void (*few)(const Attention&, const Tile&, const Partial& first, std::int64_t pitch, float* scratch);
     void (*many)(const Attention&, const Tile&, const Partial&, float* scratch);
     // Merges `count` partials, each `pitch` floats after the one before, in order, and writes the output of the tile.
     void (*finish)(const Attention&, const Tile&, const Partial& first, std::int64_t count, std::int64_t pitch);

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "error.h"
 
@@ -59,29 +60,49 @@ bool has_avx2() {
 }
 
 #endif
+#if defined(GRAPHREWRITE_HAVE_AVX512)
+
+// Asked after has_avx2.
+bool has_avx512() {
+    constexpr std::uint32_t kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31;
+    constexpr std::uint32_t kParts = kF | kDq | kBw | kVl;
+    constexpr std::uint64_t kOpmaskZmm = 0xe0;
+    return (cpuid(7).ebx & kParts) == kParts && (saved_state() & kOpmaskZmm) == kOpmaskZmm;
+}
+
+#endif
+
+// The kernels that this processor and its operating system can run, best first.
+std::vector<const Kernels*> supported_kernels() {
+    std::vector<const Kernels*> kernels;
+#if defined(GRAPHREWRITE_HAVE_AVX2)
+    if (has_avx2()) {
+#if defined(GRAPHREWRITE_HAVE_AVX512)
+        if (has_avx512())
+            kernels.push_back(&kAvx512Kernels);
+#endif
+        kernels.push_back(&kAvx2Kernels);
+    }
+#endif
+    kernels.push_back(&kScalarKernels);
+    return kernels;
+}
 
 const Kernels& named_kernels(const char* op, const char* source, const char* name) {
-    if (std::strcmp(name, "scalar") == 0)
-        return kScalarKernels;
-    if (std::strcmp(name, "avx2") == 0) {
-#if defined(GRAPHREWRITE_HAVE_AVX2)
-        if (has_avx2())
-            return kAvx2Kernels;
-#endif
-        fail(op, source, " \"avx2\" is not supported by this processor or operating system");
-    }
-    fail(op, source, " \"", name, "\" is unknown, expected \"scalar\" or \"avx2\"");
+    for (const Kernels* kernels : supported_kernels())
+        if (std::strcmp(name, kernels->name) == 0)
+            return *kernels;
+    for (const char* known : {"avx2", "avx512"})
+        if (std::strcmp(name, known) == 0)
+            fail(op, source, " \"", name, "\" is not supported by this processor or operating system");
+    fail(op, source, " \"", name, "\" is unknown, expected \"scalar\", \"avx2\" or \"avx512\"");
 }
 
 const Kernels& default_kernels(const char* op) {
     const char* wanted = std::getenv(kVariable);
     if (wanted != nullptr && *wanted != '\0')
         return named_kernels(op, kVariable, wanted);
-#if defined(GRAPHREWRITE_HAVE_AVX2)
-    if (has_avx2())
-        return kAvx2Kernels;
-#endif
-    return kScalarKernels;
+    return *supported_kernels().front();
 }
 
 std::atomic<const Kernels*> active{nullptr};

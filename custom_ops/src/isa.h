@@ -29,5 +29,8 @@ extern const Kernels kScalarKernels;
 #if defined(GRAPHREWRITE_HAVE_AVX2)
 extern const Kernels kAvx2Kernels;
 #endif
+#if defined(GRAPHREWRITE_HAVE_AVX512)
+extern const Kernels kAvx512Kernels;
+#endif
 
 } // namespace gr

@@ -12,6 +12,7 @@ import pytest
 
 from graphrewrite.custom_ops import capi, library_path
 from graphrewrite.errors import KernelError
+from tests.kernels.calls import instruction_sets
 
 HEADER_FOLDER = Path(__file__).parents[2] / "custom_ops" / "include"
 
@@ -39,9 +40,12 @@ def test_exports_only_its_interface() -> None:
     }
 
 
-def test_environment_selects_the_instruction_set() -> None:
-    result = run_python("from graphrewrite.custom_ops import capi; print(capi.isa())", "scalar")
-    assert result.stdout.strip() == "scalar", result.stderr
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+def test_environment_selects_the_instruction_set(isa: str) -> None:
+    if isa not in instruction_sets():
+        pytest.skip(f"this processor does not run {isa}")
+    result = run_python("from graphrewrite.custom_ops import capi; print(capi.isa())", isa)
+    assert result.stdout.strip() == isa, result.stderr
 
 
 def test_unknown_instruction_set_in_the_environment() -> None:

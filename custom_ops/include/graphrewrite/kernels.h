@@ -71,8 +71,8 @@ typedef struct GrThreads {
 /* The version of the library, "major.minor.patch". */
 GR_API const char* gr_version(void);
 
-/* The instruction set in use, "scalar" or "avx2"; NULL when the environment variable GRAPHREWRITE_ISA names one that is
- * unknown or that this processor lacks. Every call fails then, and says so. */
+/* The instruction set in use, "scalar", "avx2" or "avx512"; NULL when the environment variable GRAPHREWRITE_ISA names
+ * one that is unknown or that this processor lacks. Every call fails then, and says so. */
 GR_API const char* gr_isa(void);
 
 /* Selects an instruction set for calls that start afterwards. NULL: as at load (GRAPHREWRITE_ISA, else the best one).

@@ -9,8 +9,6 @@
 
 namespace gr::avx2 {
 
-constexpr std::int64_t kPackedKeys = 16;
-
 // Transposes 16 x 16 bytes: four rounds of interleaving rows k and k + 8.
 static inline void transpose_bytes(__m128i (&x)[16]) {
     for (int round = 0; round < 4; ++round) {
@@ -96,5 +94,21 @@ static inline void pack_keys(const float* row, std::int64_t stride, std::int64_t
         }
     }
 }
+
+// Both for the vectors of an instruction set. Without linkage, like everything here: instruction sets beyond AVX2
+// compile it for themselves.
+namespace {
+
+struct Pack {
+    static constexpr std::int64_t kPackedKeys = 16;
+
+    template <typename Element>
+    static void pack_keys(const Element* row, std::int64_t stride, std::int64_t keys, const float* scales,
+                          const std::int32_t* zero_points, std::int64_t dim, float* out, std::int64_t pitch) {
+        avx2::pack_keys(row, stride, keys, scales, zero_points, dim, out, pitch);
+    }
+};
+
+} // namespace
 
 } // namespace gr::avx2

@@ -9,7 +9,9 @@ namespace gr {
 
 struct Avx2 {
     static constexpr std::int64_t kWidth = 8;
-    static constexpr int kTileRows = 6; // 6 x 2 accumulators, 2 columns and a broadcast fit in 16 registers
+    static constexpr int kTileRows = 6;           // 6 x 2 accumulators, 2 columns and a broadcast fit in 16 registers
+    static constexpr int kSums = 8;               // what `sums` takes at most
+    static constexpr int kSlice[] = {8, 4, 4, 2}; // vectors of the head size that 1 to 4 rows are summed in at once
 
     using Floats = __m256;
     using Ints = __m256i;
@@ -103,7 +105,14 @@ struct Avx2 {
     }
     static float exp(float x) { return _mm256_cvtss_f32(exp(set1(x))); }
 
-    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    static void prefetch(const void* p) {
+#if defined(__GNUC__)
+        // gcc takes a function that does nothing but prefetch for one without effect, and drops its calls.
+        __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(p)));
+#else
+        _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+#endif
+    }
 };
 
 } // namespace gr

@@ -15,9 +15,10 @@ constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // Keys or values of consecutive positions that lie in one place.
 struct Run {
-    std::int64_t begin, end; // positions
-    const void* rows;        // of the first; int8 when quantized, else float
-    std::int64_t stride;     // elements from one row to the next
+    std::int64_t begin, end;  // positions
+    const void* rows;         // of the first; int8 when quantized, else float
+    std::int64_t stride;      // elements from one row to the next
+    std::int64_t head_stride; // and from one head to the next
     bool quantized;
     const float* scales; // of the first, and then every scale_stride
     std::int64_t scale_stride;
@@ -27,7 +28,7 @@ struct Run {
 
 static inline Run cache_run(const CachedRows& rows, std::int64_t b, std::int64_t h, std::int64_t begin,
                             std::int64_t end) {
-    Run run{begin, end, nullptr, rows.cache.stride[1], rows.quantized, nullptr, 0, nullptr, 0};
+    Run run{begin, end, nullptr, rows.cache.stride[1], rows.cache.stride[2], rows.quantized, nullptr, 0, nullptr, 0};
     if (!rows.quantized) {
         run.rows = at<const float>(rows.cache, b, begin, h);
         return run;
@@ -52,9 +53,16 @@ static inline int split(const Attention& a, const CachedRows& rows, std::int64_t
         runs[count++] = cache_run(rows, b, h, begin, smaller(end, start));
     const std::int64_t from = larger(begin, start), to = smaller(end, stop);
     if (from < to)
-        runs[count++] = {
-            from,    to, at<const float>(rows.recent, b, from - start, h), rows.recent.stride[1], false, nullptr, 0,
-            nullptr, 0};
+        runs[count++] = {from,
+                         to,
+                         at<const float>(rows.recent, b, from - start, h),
+                         rows.recent.stride[1],
+                         rows.recent.stride[2],
+                         false,
+                         nullptr,
+                         0,
+                         nullptr,
+                         0};
     if (larger(begin, stop) < end)
         runs[count++] = cache_run(rows, b, h, larger(begin, stop), end);
     return count;
