@@ -192,18 +192,22 @@ def _check_paths(source: Path, target: Path | None, report: Path | None, dry_run
     if target is not None and not dry_run:
         check_output(target, source)
     if report is not None:
-        if report.suffix not in (".json", ".html"):
-            raise InputError(f"{report}: unknown suffix {report.suffix!r}; a report is a .json or a .html file")
-        check_output(report)
+        _check_report_path(report, source, (".json", ".html"))
 
 
 def _check_model_path(path: Path) -> None:
-    from graphrewrite.models import SUFFIXES
+    from graphrewrite.models import check_model_path
 
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"{path}: unknown suffix {path.suffix!r}; give a .onnx or a .pt2 file")
-    if not path.exists():
-        raise InputError(f"{path}: no such file")
+    check_model_path(path)
+
+
+def _check_report_path(path: Path, source: Path, suffixes: tuple[str, ...]) -> None:
+    """The suffix keeps a report apart from every model; what is left is IN under another name."""
+    from graphrewrite.files import check_output
+
+    if path.suffix not in suffixes:
+        raise InputError(f"{path}: unknown suffix {path.suffix!r}; the report is a {' or a '.join(suffixes)} file")
+    check_output(path, source)
 
 
 def _as_target(model: LoadedModel, target: Path) -> LoadedModel:
@@ -237,15 +241,15 @@ class _NotEqual(RequirementNotMet):
 def explain(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A .onnx or .pt2 file.")],
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as a page as well.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as a page, a .html file, as well.")
+    ] = None,
     require: Require = None,
 ) -> None:
     """Say what a rewrite would match, and why it would leave the rest."""
     _check_model_path(source)
     if html is not None:
-        from graphrewrite.files import check_output
-
-        check_output(html)
+        _check_report_path(html, source, (".html",))
     import graphrewrite as gr
 
     with _progress(f"reading {source} and matching"):

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import onnxruntime
 
 from graphrewrite import ort_tensors
-from graphrewrite.cache_metadata import METADATA_KEY, CacheEntry, read_caches
+from graphrewrite.arguments import whole_number
+from graphrewrite.cache_metadata import METADATA_KEY, CacheEntry, check_fill, read_caches
 from graphrewrite.errors import InputError, KernelError
 from graphrewrite.ort_tensors import Array
 from graphrewrite.sessions import runtime_message
@@ -65,7 +66,7 @@ class Decoder:
         logits: name of the logits output. Default: the first output that is not a cache.
 
     Raises:
-        InputError: the model declares no caches, or its inputs and outputs do not fit the above.
+        InputError: not a session, the model declares no caches, or its inputs and outputs do not fit the above.
     """
 
     def __init__(
@@ -75,6 +76,10 @@ class Decoder:
         position: str | None = None,
         logits: str | None = None,
     ) -> None:
+        if not isinstance(session, onnxruntime.InferenceSession):
+            raise InputError(
+                f"a {type(session).__name__} is not an onnxruntime.InferenceSession; make one with gr.session(model)"
+            )
         entries = read_caches(session.get_modelmeta().custom_metadata_map)
         if not entries:
             raise InputError(
@@ -148,8 +153,7 @@ class Decoder:
         """
         rows = self._rows(tokens)
         count = rows.shape[1]
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise InputError(f"chunk is {chunk!r}; give a number of tokens from 1 on")
+        chunk = whole_number("chunk", chunk, 1)
         if self._fixed_tokens is not None:
             chunk = self._fixed_tokens
             if count % chunk:
@@ -174,13 +178,13 @@ class Decoder:
 
     def step(self, token: npt.ArrayLike) -> Array:
         """Appends one token (an integer; ``[B]`` when B is not 1) and returns its logits, as `prefill` does."""
-        row = np.asarray(token)
+        row = _as_array(token)
         if row.size != self._batch:
             raise InputError(f"step takes {self._batch} token(s), one for each sequence; got shape {list(row.shape)}")
         return self.prefill(row.reshape(self._batch, 1))
 
     def _rows(self, tokens: npt.ArrayLike) -> Array:
-        rows = np.asarray(tokens)
+        rows = _as_array(tokens)
         if rows.size == 0:
             raise InputError(f"no tokens given (shape {list(rows.shape)}); at least one is needed for logits")
         if not np.issubdtype(rows.dtype, np.integer):
@@ -225,6 +229,13 @@ class Decoder:
         return run
 
 
+def _as_array(tokens: npt.ArrayLike) -> Array:
+    try:
+        return np.asarray(tokens)
+    except ValueError as error:
+        raise InputError(f"tokens are no array, every row must have the same length: {error}") from error
+
+
 def _check_cache(entry: CacheEntry, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
     for name, present, kind in ((entry.input, inputs, "input"), (entry.output, outputs, "output")):
         if name not in present:
@@ -240,8 +251,23 @@ def _check_cache(entry: CacheEntry, inputs: dict[str, Any], outputs: dict[str, A
         raise InputError(
             f"cache {entry.input!r} of shape {value.shape} does not have capacity {entry.capacity} on axis {entry.axis}"
         )
-    if ort_tensors.numpy_dtype(value.type) is None:
+    dtype = ort_tensors.numpy_dtype(value.type)
+    if dtype is None:
         raise InputError(f"cache {entry.input!r} has the element type {value.type}, which a Decoder cannot allocate")
+    check_fill(entry, dtype)
+    after = outputs[entry.output]
+    if after.type != value.type or not _may_be(after.shape, value.shape):
+        raise InputError(
+            f"output {entry.output!r} ({after.type}, shape {after.shape}) does not carry on the cache {entry.input!r} "
+            f"({value.type}, shape {value.shape})"
+        )
+
+
+def _may_be(shape: list[Any], fixed: list[int]) -> bool:
+    """Whether a shape, whose open sizes are no numbers and which is empty when not known at all, may be `fixed`."""
+    return not shape or (
+        len(shape) == len(fixed) and all(a == b for a, b in zip(shape, fixed, strict=True) if isinstance(a, int))
+    )
 
 
 def _pick(free: dict[str, Any], name: str | None, role: str, fits: Any) -> Any:

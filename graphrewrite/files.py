@@ -1,9 +1,14 @@
-"""Writing files so that a reader never meets a half-written one: beside the target, then renamed over it."""
+"""Writing files so that a reader never meets a half-written one: beside the target, then renamed over it.
+
+Only a regular file is ever replaced. A symbolic link is refused and not followed: a model and the weights file beside
+it would end up in two folders.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from graphrewrite.errors import InputError
+from graphrewrite.external_data import check_external_data, external_tensors
 from graphrewrite.models import LoadedModel, is_exported_program
 
 if TYPE_CHECKING:
@@ -36,17 +42,35 @@ def check_output(path: Path, source: Path | None = None, *, overwrite_input: boo
         overwrite_input: allows `path` to be `source`.
 
     Raises:
-        InputError: the folder is missing or not writable, `path` is a folder, or `path` is `source`.
+        InputError: the folder is missing or not writable, the name is one the system does not take, `path` is `source`,
+            or `path` exists and is not a regular file: a folder, a symbolic link, a device, a named pipe.
     """
     folder = path.parent
-    if not folder.is_dir():
-        raise InputError(f"{path}: the folder {folder} does not exist; create it first")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file in it")
-    if source is not None and not overwrite_input and path.exists() and path.samefile(source):
-        raise InputError(f"{path} is the input itself; give another name for the output")
+    try:
+        if not folder.is_dir():
+            raise InputError(f"{path}: the folder {folder} does not exist; create it first")
+        mode = _mode(path)
+        same = source is not None and path.exists() and source.exists() and path.samefile(source)
+        if same and not overwrite_input:
+            raise InputError(f"{path} is the input itself; give another name for the output")
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; give the name of a file in it")
+        if mode is not None and stat.S_ISLNK(mode):
+            raise InputError(f"{path} is a symbolic link to {os.readlink(path)}; give the name of a file, or remove it")
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, a NUL in it, a loop of folders
+        raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    if mode is not None and not stat.S_ISREG(mode):
+        raise InputError(f"{path} exists and is not a regular file; give another name for the output")
     if not os.access(folder, os.W_OK):
         raise InputError(f"{path}: no permission to write in {folder}")
+
+
+def _mode(path: Path) -> int | None:
+    """Returns the file mode of what `path` itself is, links not followed; None where there is nothing."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return None
 
 
 def save(
@@ -66,15 +90,20 @@ def save(
         external_data_from: total bytes of an ONNX model's weights from which they go to ``NAME.data`` beside it.
 
     Raises:
-        InputError: the suffix does not fit the model, as `check_output`, the system refuses the file, or the weights
-            file would replace one that the model still reads from.
+        InputError: `model` is not a model, the suffix does not fit it, as `check_output`, the system refuses the file,
+            weights in files cannot be read, or the weights file would replace one that the model still reads from.
     """
-    target = Path(path)
+    if not isinstance(model, (onnx.ModelProto, ir.Model)) and not is_exported_program(model):
+        raise InputError(
+            f"a {type(model).__name__} is not a model to save: give an onnx.ModelProto, an onnx_ir.Model or a "
+            "torch.export.ExportedProgram"
+        )
+    target = _as_path(path)
     program = is_exported_program(model)
     suffix = ".pt2" if program else ".onnx"
     if target.suffix != suffix:
         raise InputError(f"{target}: the model is written as a {suffix} file; give a name that ends so")
-    check_output(target, None if source is None else Path(source), overwrite_input=overwrite_input)
+    check_output(target, None if source is None else _as_path(source), overwrite_input=overwrite_input)
     if program:
         import torch
 
@@ -86,18 +115,34 @@ def save(
         _save_onnx(onnx_model, target, overwrite_input, external_data_from)
 
 
+def _as_path(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise InputError(f"{path!r} is not a path; give a str or a pathlib.Path") from None
+
+
 def _save_onnx(model: ir.Model, target: Path, overwrite_input: bool, external_data_from: int) -> None:
     tensors = list(initializer_tensors(model))
     separate = sum(tensor.nbytes for tensor in tensors) >= external_data_from
     data = target.with_name(f"{target.name}.data")
-    if separate and not overwrite_input:
-        read = {Path(tensor.path).resolve() for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
-        if data.resolve() in read:
-            raise InputError(f"{data} holds weights of the input; give another name for the output")
+    check_external_data(model, "the model")
+    read = {tensor.path for tensor in external_tensors(model)}
+    if separate and not overwrite_input and data.resolve() in {Path(path).resolve() for path in read}:
+        raise InputError(f"{data} holds weights of the input; give another name for the output")
+    if separate:
+        check_output(data)
     with _staging(target) as folder:
-        # Without `external_data`, weights that lie in a file now would still be looked for there.
-        threshold = _INLINE_UP_TO if separate else sys.maxsize
-        ir.save(model, folder / target.name, external_data=data.name, size_threshold_bytes=threshold)
+        # Without `external_data`, weights that lie in a file now would still be looked for there. Where nothing goes
+        # to a file its name is short: onnx_ir makes a folder of a longer name for it.
+        threshold, data_name = (_INLINE_UP_TO, data.name) if separate else (sys.maxsize, "data")
+        try:
+            ir.save(model, folder / target.name, external_data=data_name, size_threshold_bytes=threshold)
+        except (OSError, ValueError) as error:
+            # onnx_ir maps the files only now, and refuses one of several hard links with a ValueError.
+            if isinstance(error, OSError) and error.filename not in read:
+                raise
+            raise InputError(f"{target} is not written, the model cannot be read: {error}") from error
         if separate:
             os.replace(folder / data.name, data)
         os.replace(folder / target.name, target)
@@ -117,7 +162,7 @@ def save_text(text: str, path: str | os.PathLike[str]) -> None:
     Raises:
         InputError: as `check_output`, or the system refuses the file.
     """
-    target = Path(path)
+    target = _as_path(path)
     check_output(target)
     with _staging(target) as folder:
         (folder / target.name).write_text(text, encoding="utf-8")
@@ -129,7 +174,8 @@ def _staging(target: Path) -> Iterator[Path]:
     """A folder beside the target, so that a rename stays within one file system; gone afterwards, whatever happens."""
     folder: Path | None = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        # A short name of its own: the target's may be as long as the system allows.
+        folder = Path(tempfile.mkdtemp(prefix=".gr-", dir=target.parent))
         yield folder
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror or error}") from error

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from graphrewrite.errors import InputError
+from graphrewrite.external_data import check_external_data, external_tensors
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -18,6 +19,8 @@ ModelLike: TypeAlias = Union["ExportedProgram", onnx.ModelProto, ir.Model, str, 
 LoadedModel: TypeAlias = Union["ExportedProgram", onnx.ModelProto, ir.Model]
 
 SUFFIXES = (".onnx", ".pt2")
+
+_LONGEST_REASON = 200  # characters; some errors print the whole model
 
 
 def load(model: ModelLike) -> LoadedModel:
@@ -43,24 +46,43 @@ def is_exported_program(model: object) -> bool:
     )
 
 
-def _load_file(path: Path) -> LoadedModel:
+def check_model_path(path: Path) -> None:
+    """Raises InputError unless `path` is a file that exists and has the suffix of a model."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path}: unknown suffix {path.suffix!r}; give a .onnx or a .pt2 file")
-    if not path.exists():
+    check_is_file(path)
+
+
+def check_is_file(path: Path) -> None:
+    """Raises InputError unless `path` is a file that exists."""
+    try:
+        exists, is_file = path.exists(), path.is_file()
+    except (OSError, ValueError) as error:  # a name longer than the system allows, a NUL in it, a folder closed to us
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if not exists:
         raise InputError(f"{path}: no such file")
-    if not path.is_file():
+    if not is_file:
         raise InputError(f"{path}: not a file")
+
+
+def _load_file(path: Path) -> LoadedModel:
+    check_model_path(path)
     return load_onnx(path) if path.suffix == ".onnx" else load_exported_program(path)
 
 
 def load_onnx(path: Path) -> ir.Model:
-    """Read an ONNX file; external data is mapped, not read."""
+    """Read an ONNX file; external data is checked to be there and later mapped, not read."""
     try:
         model = ir.load(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # protobuf and onnx_ir raise many types for a file that is not a model
-        raise InputError(f"{path}: not an ONNX model ({_first_line(error)})") from error
+        raise InputError(f"{path}: not an ONNX model ({_reason(error)})") from error
     if not model.graph.outputs:
         raise InputError(f"{path}: not an ONNX model (its graph has no outputs)")
+    for tensor in external_tensors(model):
+        tensor.base_dir = os.path.dirname(path)  # onnx_ir leaves out those in functions
+    check_external_data(model, str(path), path.parent)
     return model
 
 
@@ -77,10 +99,14 @@ def load_exported_program(path: Path) -> ExportedProgram:
     try:
         program: Any = torch.export.load(path)
     except Exception as error:  # torch raises many types for a file that is not a program
-        raise InputError(f"{path}: not a torch.export program ({_first_line(error)})") from error
+        raise InputError(f"{path}: not a torch.export program ({_reason(error)})") from error
     return program  # type: ignore[no-any-return]
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """One line of what went wrong first: an outer error often says no more than where."""
+    # onnx_ir 1.1 raises a TypeError of its own while it says where a tensor's error is; its context is that error.
+    while inner := error.__cause__ or (error.__context__ if isinstance(error, TypeError) else None):
+        error = inner
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:_LONGEST_REASON]}" if lines else type(error).__name__

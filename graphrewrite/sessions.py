@@ -25,9 +25,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from graphrewrite.arguments import whole_number
 from graphrewrite.custom_ops import library_path
 from graphrewrite.errors import InputError, LibraryError
+from graphrewrite.external_data import check_external_data
 from graphrewrite.files import initializer_tensors
+from graphrewrite.models import check_is_file
 
 OLDEST_RUNTIME = (1, 18)
 """The first onnxruntime whose C interface has what the library uses."""
@@ -35,6 +38,8 @@ OLDEST_RUNTIME = (1, 18)
 # A model in memory is handed over as bytes up to this size. Beyond it goes through a file with external data, which
 # onnxruntime maps instead of keeping a second copy, and which has no 2 GB limit as a protobuf message has.
 _LARGEST_IN_MEMORY = 64 << 20
+
+_MOST_THREADS = 1024  # onnxruntime starts them all, and takes the process down when the system has no more
 
 _SOURCE_POSITION = re.compile(r"/\S+\.(?:cc|h|cpp):\d+ .*?\) (?:const )?")
 
@@ -62,7 +67,7 @@ def session(
 
     Args:
         model: an ONNX file, or a model in memory of any size.
-        threads: size of the session's thread pool, 1 or more; None leaves it to onnxruntime.
+        threads: size of the session's thread pool, 1 to 1024; None leaves it to onnxruntime.
         use_library: False runs the fused operators from their standard-operator bodies in the model instead.
         session_options: used as they are, apart from `threads` and the library; None takes this module's settings.
             Register the library only once in one options object: onnxruntime refuses a second time.
@@ -75,9 +80,7 @@ def session(
     """
     options = default_session_options() if session_options is None else session_options
     if threads is not None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise InputError(f"threads is {threads!r}; give a number from 1 on, or None for onnxruntime's choice")
-        options.intra_op_num_threads = threads
+        options.intra_op_num_threads = whole_number("threads", threads, 1, _MOST_THREADS)
     if use_library:
         register_library(options)
     source, folder = _source(model)
@@ -146,10 +149,7 @@ def _source(model: OnnxModel) -> tuple[str | bytes, Path | None]:
     """Returns what InferenceSession takes, and the folder to remove afterwards if one was written."""
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
-        if not path.exists():
-            raise InputError(f"{path}: no such file")
-        if not path.is_file():
-            raise InputError(f"{path} is not a file; give the path of an ONNX model")
+        check_is_file(path)
         return str(path), None
     if isinstance(model, onnx.ModelProto):
         if _initializer_bytes(model) <= _LARGEST_IN_MEMORY:
@@ -160,6 +160,7 @@ def _source(model: OnnxModel) -> tuple[str | bytes, Path | None]:
         external = any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
         if not external and sum(tensor.nbytes for tensor in tensors) <= _LARGEST_IN_MEMORY:
             return ir.to_proto(model).SerializeToString(), None
+        check_external_data(model, "the model")
         return _write(model)
     raise InputError(
         f"a {type(model).__name__} is not an ONNX model; give a path, an onnx.ModelProto or an onnx_ir.Model "

@@ -40,6 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "random.pt2").write_bytes(np.random.default_rng(0).bytes(5000))
     with zipfile.ZipFile(tmp_path / "zip.pt2", "w") as archive:
         archive.writestr("letter.txt", "hello")
+    (tmp_path / "page.html").symlink_to("attention.onnx")
+    (tmp_path / "link.onnx").symlink_to("page.html")
+    os.mkfifo(tmp_path / "pipe.onnx")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -90,6 +93,19 @@ def files(folder: Path) -> set[str]:
         ("rewrite attention.onnx out.onnx --report report.txt", 2, "report.txt: unknown suffix"),
         ("rewrite attention.onnx out.onnx --report none/report.json", 2, "the folder none does not exist"),
         ("explain attention.onnx --html none/page.html", 2, "the folder none does not exist"),
+        ("explain attention.onnx --html attention.onnx", 2, "attention.onnx: unknown suffix '.onnx'"),
+        ("explain attention.onnx --html page.json", 2, "the report is a .html file"),
+        ("explain attention.onnx --html page.html", 2, "page.html is the input itself"),
+        ("explain link.onnx --html page.html", 2, "page.html is the input itself"),
+        ("explain plain.onnx --html page.html", 2, "page.html is a symbolic link to attention.onnx"),
+        ("rewrite attention.onnx out.onnx --report attention.onnx", 2, "attention.onnx: unknown suffix"),
+        ("rewrite attention.onnx out.onnx --report out.onnx", 2, "out.onnx: unknown suffix"),
+        ("rewrite attention.onnx out.onnx --report page.html", 2, "page.html is the input itself"),
+        ("rewrite attention.onnx pipe.onnx", 2, "pipe.onnx exists and is not a regular file"),
+        ("rewrite pipe.onnx out.onnx", 2, "pipe.onnx: not a file"),
+        (f"rewrite {'n' * 300}.onnx out.onnx", 2, "File name too long"),
+        (f"rewrite attention.onnx {'n' * 300}.onnx", 2, "File name too long"),
+        ("explain no\0.onnx", 2, "null byte"),
         # requirements
         ("rewrite attention.onnx out.onnx --require 2", 1, "2 fused attentions are required"),
         ("rewrite plain.onnx out.onnx --require 1", 1, "1 fused attentions are required"),
@@ -194,10 +210,10 @@ def test_report_files_are_written_whether_the_requirement_is_met_or_not(require:
 
 
 def test_explain_as_json_is_nothing_but_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["explain", "attention.onnx", "--json", "--html", "page.html"]) == 0
+    assert cli.run(["explain", "attention.onnx", "--json", "--html", "p.html"]) == 0
     out, errors = capfd.readouterr()
     assert json.loads(out)["attention_cores"] == 1 and errors == ""
-    assert Path("page.html").read_text().startswith("<!doctype html>")
+    assert Path("p.html").read_text().startswith("<!doctype html>")
 
 
 def test_verify_unequal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
-from decoder_models import TABLE, VOCABULARY, cache_entry, toy_decoder, toy_logits
+from decoder_models import COUNTER_ENTRY, TABLE, VOCABULARY, cache_entry, toy_decoder, toy_logits
 
 import graphrewrite
 from graphrewrite import ort_tensors, sessions
@@ -176,6 +177,9 @@ def test_two_sequences() -> None:
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
 
 
+COUNTER_FILLED = json.dumps([cache_entry(8), {**COUNTER_ENTRY, "fill": 0.5}])
+
+
 @pytest.mark.parametrize(
     ("model", "names", "message"),
     [
@@ -192,6 +196,14 @@ def test_two_sequences() -> None:
         ({"metadata": json.dumps([cache_entry(8, fill="0")])}, {}, "'fill' is '0'"),
         ({"metadata": json.dumps([{**cache_entry(8), "in_place": 1}])}, {}, "'in_place' is 1"),
         ({"metadata": json.dumps([{**cache_entry(8), "capacity": True}])}, {}, "'capacity' is True"),
+        ({"metadata": "[" * 100_000}, {}, "not JSON"),
+        ({"metadata": json.dumps([cache_entry(8, fill=10**400)])}, {}, "'fill' is not a number"),
+        ({"metadata": json.dumps([cache_entry(8, fill=math.nan)])}, {}, "'fill' is not a number"),
+        ({"metadata": json.dumps([cache_entry(8, fill=1e39)])}, {}, "filled with 1e.39, which float32"),
+        ({"metadata": json.dumps([cache_entry(8)] * 2)}, {}, "the input 'past_rows' twice"),
+        ({"metadata": json.dumps([cache_entry(8), cache_entry(8, input="other")])}, {}, "output 'present_rows' twice"),
+        ({"metadata": json.dumps([cache_entry(8, output="logits")])}, {}, "'logits' .* does not carry on the cache"),
+        ({"counter": True, "metadata": COUNTER_FILLED}, {}, "'past_count' is filled with 0.5, which int64"),
         ({"batch": "B"}, {}, "dynamic batch is not supported"),
         ({"extra_input": True}, {}, "'temperature'"),
         ({"position_shape": (1, 1)}, {}, "cannot tell which input is the tokens"),
@@ -212,6 +224,10 @@ def test_a_model_it_cannot_drive_is_refused(model: dict[str, Any], names: dict[s
         ([[1], [2]], 512, r"shape \[2, 1\]"),
         ([1.0], 512, "float64"),
         ([1], 0, "chunk is 0"),
+        ([1], True, "chunk is True"),
+        ([1], np.True_, "chunk is "),
+        ([1], 1.0, "chunk is 1.0"),
+        ([[1, 2], [3]], 512, "every row must have the same length"),
     ],
 )
 def test_bad_arguments_of_prefill(tokens: Any, chunk: int, message: str) -> None:
@@ -219,6 +235,18 @@ def test_bad_arguments_of_prefill(tokens: Any, chunk: int, message: str) -> None
     with pytest.raises(InputError, match=message):
         decoder.prefill(tokens, chunk=chunk)
     assert decoder.position == 0
+
+
+def test_a_chunk_may_be_a_number_of_numpy() -> None:
+    decoder = Decoder(toy_session(toy_decoder()))
+    logits = decoder.prefill([1, 2, 3], chunk=np.int32(2))  # type: ignore[arg-type]
+    np.testing.assert_allclose(logits, toy_logits([1, 2, 3]), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("session", [None, "toy.onnx", toy_decoder()])
+def test_what_is_no_session(session: Any) -> None:
+    with pytest.raises(InputError, match=r"is not an onnxruntime.InferenceSession; make one with gr.session"):
+        Decoder(session)
 
 
 def test_a_fixed_run_length_that_does_not_divide() -> None:

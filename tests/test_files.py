@@ -13,7 +13,7 @@ import pytest
 from decoder_models import toy_decoder
 from onnx import TensorProto, helper, numpy_helper
 
-from graphrewrite import files
+from graphrewrite import files, models
 from graphrewrite.errors import InputError
 
 
@@ -104,13 +104,150 @@ def test_a_model_with_external_data_can_replace_itself(tmp_path: Path) -> None:
         ("folder.onnx", "is a folder"),
         ("out.pt2", "written as a .onnx file"),
         ("out", "written as a .onnx file"),
+        ("pipe.onnx", "exists and is not a regular file"),
+        ("link.onnx", "is a symbolic link to file.onnx"),
+        ("dangling.onnx", "is a symbolic link to none"),
+        ("loop.onnx", "is a symbolic link to loop.onnx"),
+        ("linked.onnx", r"linked\.onnx\.data is a symbolic link to file"),
+        ("n" * 300 + ".onnx", "cannot be written: File name too long"),
+        ("nul\0.onnx", "cannot be written: embedded null"),
     ],
 )
 def test_where_nothing_can_be_written(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "folder.onnx").mkdir()
+    (tmp_path / "file.onnx").touch()
+    os.mkfifo(tmp_path / "pipe.onnx")
+    for link, target in {
+        "link.onnx": "file.onnx",
+        "dangling.onnx": "none",
+        "loop.onnx": "loop.onnx",
+        "linked.onnx.data": "file.onnx",
+    }.items():
+        (tmp_path / link).symlink_to(target)
+    before = {entry.name: entry.lstat() for entry in tmp_path.iterdir()}
     with pytest.raises(InputError, match=message):
-        files.save(toy_decoder(), tmp_path / name)
-    assert os.listdir(tmp_path) == ["folder.onnx"]
+        files.save(toy_decoder(), tmp_path / name, external_data_from=0)
+    assert {entry.name: entry.lstat() for entry in tmp_path.iterdir()} == before
+
+
+def test_a_name_of_the_longest_kind(tmp_path: Path) -> None:
+    name = "n" * (255 - len(".onnx")) + ".onnx"
+    files.save(toy_decoder(), tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "message"),
+    [
+        (3, "out.onnx", "a int is not a model to save"),
+        ("in.onnx", "out.onnx", "a str is not a model to save"),
+        (toy_decoder(), 3, "3 is not a path"),
+        (toy_decoder(), None, "None is not a path"),
+        (toy_decoder(), b"out.onnx", "is not a path"),
+    ],
+)
+def test_bad_arguments(model: Any, path: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        files.save(model, path)
+
+
+def external(folder: Path, place: str = "graph", **changes: str) -> Path:
+    """weights_model in `folder`/in.onnx, its weights in in.data beside it, and then with other external data entries.
+
+    place: "graph", or the body of an If or a function, where a Constant has the weights.
+    """
+    model = weights_model()
+    graph = model.graph
+    tensor = graph.initializer.pop()
+    onnx.external_data_helper.set_external_data(tensor, "in.data", 0, len(tensor.raw_data))
+    (folder / "in.data").write_bytes(tensor.raw_data)
+    tensor.ClearField("raw_data")
+    for entry in tensor.external_data:
+        entry.value = changes.get(entry.key, entry.value)
+    constant = helper.make_node("Constant", [], ["w"])
+    constant.attribute.add(name="value", type=onnx.AttributeProto.TENSOR).t.CopyFrom(tensor)
+    if place == "graph":
+        graph.initializer.append(tensor)
+    elif place == "subgraph":
+        body = helper.make_graph([constant], "body", [], [helper.make_tensor_value_info("w", TensorProto.FLOAT, None)])
+        graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+        graph.node.insert(0, helper.make_node("If", ["yes"], ["w"], then_branch=body, else_branch=body))
+    else:
+        model.functions.append(helper.make_function("own", "f", [], ["w"], [constant], model.opset_import))
+        model.opset_import.append(helper.make_opsetid("own", 1))
+        graph.node.insert(0, helper.make_node("f", [], ["w"], domain="own"))
+    (folder / "in.onnx").write_bytes(model.SerializeToString())
+    return folder / "in.onnx"
+
+
+@pytest.mark.parametrize("place", ["graph", "subgraph", "function"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"location": "none.data"}, "'none.data' cannot be read: No such file"),
+        ({"location": ""}, "the location is empty"),
+        ({"location": "short.data"}, "ends at byte 6400, the file at 10"),
+        ({"offset": "4096"}, "ends at byte 10496, the file at 6400"),
+        ({"offset": "-1"}, "must be non-negative, got -1"),
+        ({"length": "12"}, "a length of 12 bytes, the tensor has 6400"),
+        ({"location": "../outside.data"}, "outside the model's folder"),
+        ({"location": "/etc/passwd"}, "an absolute path"),
+        ({"location": "leaving.data"}, "outside the model's folder"),
+        ({"location": "staying.data"}, None),
+        ({"location": "loop.data"}, "'loop.data' cannot be read"),
+        ({"location": "pipe.data"}, "not in a regular file"),
+        ({"location": "."}, "not in a regular file"),
+        ({"location": "n" * 300}, "cannot be read: File name too long"),
+        ({"location": "nul\0"}, "cannot be read: .*null byte"),
+    ],
+)
+@pytest.mark.parametrize("relative", [False, True])
+def test_data_files_are_checked_when_a_model_is_read(
+    place: str, changes: dict[str, str], message: str | None, relative: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in (tmp_path / "outside.data", folder / "short.data"):
+        path.write_bytes(bytes(10 if path.name == "short.data" else 6400))
+    for link, target in {"leaving": "../outside.data", "staying": "in.data", "loop": "loop.data"}.items():
+        (folder / f"{link}.data").symlink_to(target)
+    os.mkfifo(folder / "pipe.data")
+    path = external(folder, place, **changes)
+    if relative:
+        monkeypatch.chdir(folder)
+        path = Path("in.onnx")
+    if message is None:
+        assert isinstance(models.load(path), ir.Model)
+        return
+    with pytest.raises(InputError, match=message) as caught:
+        models.load(path)
+    assert str(caught.value).startswith(f"{path}: ") and "'w'" in str(caught.value)
+
+
+def test_data_that_goes_away_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    model = models.load(external(tmp_path))
+    (tmp_path / "in.data").unlink()
+    with pytest.raises(InputError, match=r"the model: the data of 'w' in 'in.data' cannot be read: No such file"):
+        files.save(model, tmp_path / "out.onnx")
+    assert os.listdir(tmp_path) == ["in.onnx"]
+
+
+def test_data_that_the_reader_refuses(tmp_path: Path) -> None:
+    model = models.load(external(tmp_path))
+    os.link(tmp_path / "in.data", tmp_path / "second.data")
+    with pytest.raises(InputError, match=r"the model cannot be read: .*multiple hard links"):
+        files.save(model, tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_the_reason_is_what_went_wrong_first_and_short(tmp_path: Path) -> None:
+    model = weights_model()
+    model.graph.initializer[0].data_type = 99
+    onnx.save(model, tmp_path / "in.onnx")
+    with pytest.raises(InputError, match=r"not an ONNX model \(ValueError: 99 is not a valid DataType\)"):
+        models.load(tmp_path / "in.onnx")
+    assert len(models._reason(ValueError("x" * 1000 + "\ny"))) == len("ValueError: ") + 200
 
 
 def test_text(tmp_path: Path) -> None:

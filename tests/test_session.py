@@ -79,6 +79,12 @@ def write(content: bytes) -> Any:
     return make
 
 
+def without_data(folder: Path) -> ir.Model:
+    model = as_external(toy_decoder(), folder)
+    (folder / "toy.data").unlink()
+    return model
+
+
 def unknown_operator(_: Path) -> onnx.ModelProto:
     graph = helper.make_graph(
         [helper.make_node("CustomSdpa", ["a"], ["b"], domain="graphrewrite")],
@@ -101,7 +107,9 @@ def from_the_future(_: Path) -> onnx.ModelProto:
     ("model", "message"),
     [
         pytest.param(lambda folder: folder / "none.onnx", "none.onnx: no such file", id="missing"),
-        pytest.param(lambda folder: folder, "is not a file", id="folder"),
+        pytest.param(lambda folder: folder, "not a file", id="folder"),
+        pytest.param(lambda folder: folder / ("n" * 300), "File name too long", id="name too long"),
+        pytest.param(without_data, "'toy.data' cannot be read: No such file", id="without its data"),
         pytest.param(write(b""), "is not an ONNX model", id="empty"),
         pytest.param(write(np.random.default_rng(0).bytes(4096)), "is not an ONNX model", id="random bytes"),
         pytest.param(write(toy_decoder().SerializeToString()[:-40]), "is not an ONNX model", id="truncated"),
@@ -141,8 +149,8 @@ def test_an_operator_with_a_bad_attribute_says_so_once(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, True, "2"])
-def test_threads_must_be_a_positive_number(threads: Any) -> None:
+@pytest.mark.parametrize("threads", [0, -1, 1.5, True, "2", 1025, 1 << 70])
+def test_threads_must_be_a_number_that_a_machine_can_start(threads: Any) -> None:
     with pytest.raises(InputError, match="threads is"):
         sessions.session(toy_decoder(), threads=threads, use_library=False)
 

@@ -20,6 +20,8 @@ from rich.console import Console
 from graphrewrite.errors import InputError
 from graphrewrite.verification import differences as comparing
 from graphrewrite.verification import verify
+from graphrewrite.verification.inputs import made_steps
+from graphrewrite.verification.runners import OnnxRunner
 
 
 def elementwise(
@@ -148,6 +150,45 @@ def test_made_steps_fill_several_positions_and_then_one_at_a_time() -> None:
     assert [c.kind for c in result.outputs if c.step == 0] == ["cache", "output"]
 
 
+def keys_model(batch: int | str, axis: int | None) -> onnx.ModelProto:
+    """A cache [B,2,32,16] that new keys [B,2,S,16] are written to at the position; it counts the valid positions."""
+    nodes = [
+        helper.make_node("TensorScatter", ["cache", "keys", "position"], ["cache_after"], axis=2),
+        helper.make_node("Identity", ["valid"], ["count"]),
+        helper.make_node("Shape", ["keys"], ["new"], start=2, end=3),
+    ]
+    inputs = {"keys": [batch, 2, "S", 16], "position": [batch], "valid": [batch], "cache": [batch, 2, 32, 16]}
+    kinds = {"keys": TensorProto.FLOAT, "cache": TensorProto.FLOAT}
+    graph = helper.make_graph(
+        nodes,
+        "keys",
+        [helper.make_tensor_value_info(n, kinds.get(n, TensorProto.INT64), shape) for n, shape in inputs.items()],
+        [
+            helper.make_tensor_value_info("count", TensorProto.INT64, [batch]),
+            helper.make_tensor_value_info("new", TensorProto.INT64, [1]),
+            helper.make_tensor_value_info("cache_after", TensorProto.FLOAT, [batch, 2, 32, 16]),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    capacity = None if axis is None else 32
+    entry = {"input": "cache", "output": "cache_after", "fill": 0, "axis": axis, "capacity": capacity, "in_place": True}
+    helper.set_model_props(model, {"graphrewrite.caches": json.dumps([entry])})
+    return model
+
+
+@pytest.mark.parametrize("batch", [1, "B"])
+@pytest.mark.parametrize("axis", [2, None])
+def test_made_keys_count_their_own_number_with_an_open_batch_too(batch: int | str, axis: int | None) -> None:
+    model = keys_model(batch, axis)
+    steps = made_steps(OnnxRunner(model, model), 3, 0)
+    assert [[keys.shape, int(position[0]), int(valid[0])] for keys, position, valid in steps] == [
+        [(1, 2, 7, 16), 0, 7],
+        [(1, 2, 1, 16), 7, 8],
+        [(1, 2, 1, 16), 8, 9],
+    ]
+    assert verify(model, model).ok
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -252,6 +293,14 @@ def test_argmax_agreement() -> None:
         (elementwise, elementwise, None, {"steps": 0}, "steps is 0"),
         (elementwise, elementwise, None, {"rtol": -1.0}, "rtol is -1"),
         (elementwise, elementwise, None, {"atol": math.nan}, "atol is nan"),
+        (elementwise, elementwise, None, {"atol": "1"}, "atol is '1'"),
+        (elementwise, elementwise, None, {"rtol": 10**400}, "rtol is inf"),
+        (elementwise, elementwise, None, {"rtol": True}, "rtol is True"),
+        (elementwise, elementwise, None, {"steps": 1.5}, "steps is 1.5"),
+        (elementwise, elementwise, None, {"steps": True}, "steps is True"),
+        (elementwise, elementwise, None, {"steps": None}, "steps is None"),
+        (elementwise, elementwise, None, {"seed": -1}, "seed is -1"),
+        (elementwise, elementwise, None, {"seed": "a"}, "seed is 'a'"),
         (elementwise, elementwise, [], {}, "sequence of steps"),
         (elementwise, elementwise, {"a": np.ones((2, 3))}, {}, "sequence of steps"),
         (elementwise, elementwise, [np.ones((2, 3))], {}, "step 0 is a ndarray"),

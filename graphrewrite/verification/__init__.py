@@ -14,6 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from graphrewrite.arguments import tolerance as checked_tolerance
+from graphrewrite.arguments import whole_number
 from graphrewrite.errors import InputError
 from graphrewrite.models import LoadedModel, ModelLike, is_exported_program, load
 from graphrewrite.ort_tensors import Array
@@ -115,13 +117,11 @@ def verify(
         the comparisons. NaN or infinity on one side only, another shape or another number of outputs is a divergence.
 
     Raises:
-        InputError: one of the two is not a model or fails to run, their inputs do not correspond, or none can be made.
+        InputError: one of the two is not a model or fails to run, their inputs do not correspond, none can be made, or
+            a bad argument.
     """
-    if steps < 1:
-        raise InputError(f"steps is {steps}; give a number from 1 on")
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise InputError(f"{name} is {value}; give a finite number from 0 on")
+    steps, seed = whole_number("steps", steps, 1), whole_number("seed", seed, 0)
+    rtol, atol = checked_tolerance("rtol", rtol), checked_tolerance("atol", atol)
     first, second = _runner(before), _runner(after)
     order = _correspondence(first, second)
     fed = made_steps(first, steps, seed) if inputs is None else given_steps(first, inputs)

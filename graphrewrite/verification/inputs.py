@@ -17,7 +17,7 @@ import numpy as np
 from graphrewrite.errors import InputError
 from graphrewrite.ort_tensors import Array
 from graphrewrite.verification.differences import is_float
-from graphrewrite.verification.runners import InputSpec, Runner
+from graphrewrite.verification.runners import CacheSpec, InputSpec, Runner
 
 # New tokens of the first step: odd, so that it fills no tile of a kernel.
 _FIRST_TOKENS = 7
@@ -115,10 +115,21 @@ def _sequence(runner: Runner, tokens: InputSpec | None, position: InputSpec | No
     # Keys and values come in: an input that is as a cache but for one axis has the new tokens there.
     for spec in runner.inputs:
         for cache in runner.caches:
-            axes = [i for i, (a, b) in enumerate(zip(spec.shape, cache.shape, strict=False)) if a != b]
-            if len(spec.shape) == len(cache.shape) > 2 and len(axes) == 1:
-                return spec.shape[axes[0]], cache.shape[axes[0]] if position is not None else None
+            axis = _new_tokens_axis(spec, cache, runner)
+            if axis is not None:
+                return spec.shape[axis], cache.shape[axis] if position is not None else None
     return 1, None
+
+
+def _new_tokens_axis(spec: InputSpec, cache: CacheSpec, runner: Runner) -> int | None:
+    """Returns the one axis where an input and a cache differ; None where they differ in none or in several."""
+    if not len(spec.shape) == len(cache.shape) > 2:
+        return None
+    axes = [i for i, (a, b) in enumerate(zip(spec.shape, cache.shape, strict=True)) if a != b]
+    if len(axes) > 1:
+        # An open batch is no difference where it is given the cache's.
+        axes = [i for i in axes if i == cache.axis or _size(spec, i, runner) != cache.shape[i]]
+    return axes[0] if len(axes) == 1 else None
 
 
 def _new_tokens(count: int | str, runner: Runner, *, first: bool) -> int:
@@ -137,19 +148,25 @@ def _vocabulary(runner: Runner, tokens: InputSpec | None) -> int:
 def _shape(spec: InputSpec, sizes: dict[str, int], runner: Runner) -> tuple[int, ...]:
     shape = []
     for axis, size in enumerate(spec.shape):
-        if isinstance(size, int):
-            shape.append(size)
-        elif size in sizes:
+        if isinstance(size, str) and size in sizes:
             shape.append(sizes[size])
-        elif not size.replace(".", "_").isidentifier():
+        elif isinstance(size, str) and not size.replace(".", "_").isidentifier():
             raise InputError(f"input {spec.name!r} has the size {size!r}, for which no value is known; give inputs=...")
         else:
-            example = getattr(spec.example, "shape", None)
-            least, most = runner.bounds.get(size, (1, 1 << 62))
-            # A batch of 1 is what caches mostly have.
-            wanted = example[axis] if example is not None else 1 if axis == 0 else _OTHER_OPEN_SIZE
-            shape.append(min(max(wanted, least), most))
+            shape.append(_size(spec, axis, runner))
     return tuple(shape)
+
+
+def _size(spec: InputSpec, axis: int, runner: Runner) -> int:
+    """Returns the size of an axis: its own, or the one it is given where it is open and not the new tokens."""
+    size = spec.shape[axis]
+    if isinstance(size, int):
+        return size
+    example = getattr(spec.example, "shape", None)
+    least, most = runner.bounds.get(size, (1, 1 << 62))
+    # A batch of 1 is what caches mostly have.
+    wanted = int(example[axis]) if example is not None else 1 if axis == 0 else _OTHER_OPEN_SIZE
+    return min(max(wanted, least), most)
 
 
 def _count(spec: InputSpec, count: int, shape: tuple[int, ...]) -> Any:

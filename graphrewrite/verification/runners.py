@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from graphrewrite import ort_tensors
-from graphrewrite.cache_metadata import read_caches
+from graphrewrite.cache_metadata import check_fill, read_caches
 from graphrewrite.errors import InputError
 from graphrewrite.files import initializer_tensors
 from graphrewrite.ort_tensors import Array
@@ -90,6 +90,7 @@ class OnnxRunner:
             shape = tuple(size if isinstance(size, int) else 1 for size in value.shape)
             specs.append(CacheSpec(shape, entry.axis))
             self._present[entry.input] = ort_tensors.empty(shape, _known_type(value))
+            check_fill(entry, ort_tensors.view(self._present[entry.input]).dtype)
             ort_tensors.view(self._present[entry.input])[...] = entry.fill
         self._fed = [value for name, value in inputs.items() if name not in self._present]
         self._output_names = [value.name for value in outputs]
