@@ -277,7 +277,7 @@ def test_demo_from_end_to_end_on_a_tiny_model(
             return f"{token} "
 
     monkeypatch.setattr(demo, "DecodeStream", Stream)
-    plan = demo.Plan(prompts=2, tokens=8, contexts=(256,), seconds=0.2, torch_memory=True)
+    plan = demo.Plan(prompts=2, tokens=8, contexts=(256,), seconds=0.2)
     torch.manual_seed(0)
     model = Decoder(tiny_config(), CAPACITY).eval().requires_grad_(False)
     output = tmp_path / "fused.onnx"

@@ -50,11 +50,10 @@ class Plan:
     tokens: int
     contexts: tuple[int, ...]
     seconds: float
-    torch_memory: bool
 
 
-FULL = Plan(prompts=8, tokens=64, contexts=(256, 2048, 8000), seconds=8.0, torch_memory=True)
-QUICK = Plan(prompts=2, tokens=16, contexts=(256, 2048), seconds=2.0, torch_memory=False)
+FULL = Plan(prompts=8, tokens=64, contexts=(256, 2048, 8000), seconds=6.0)
+QUICK = Plan(prompts=2, tokens=16, contexts=(256, 2048), seconds=2.0)
 
 
 class Progress:
@@ -89,8 +88,6 @@ def run(
     answer(after, tokenizer, threads)
     with progress.stage("write the unfused model"):
         before = programs.write_onnx(full.before, work / "before.onnx")
-    if plan.torch_memory:
-        saved = _save_torch(full, work, progress)
     del full
     with progress.stage(f"export and rewrite, caches of {COMPARED_CAPACITY} positions"):
         small = programs.build(model, COMPARED_CAPACITY)
@@ -101,8 +98,6 @@ def run(
     _measure(results, before, after, plan, progress)
     with progress.stage("peak memory, each program in a process of its own"):
         results.onnx_footprints = (footprint(before, threads), footprint(after, threads))
-        if plan.torch_memory:
-            results.torch_footprints = (footprint(saved[0], threads), footprint(saved[1], threads))
     with progress.stage("one attention layer beside onnxruntime's own"):
         results.layer = peer.layer_times(threads, seconds=plan.seconds)
     return results
@@ -120,14 +115,6 @@ def answer(model: Path, tokenizer: ChatTokenizer, threads: int, longest: int = 1
         print(stream.step(tokenizer.tokenizer, token) or "", end="", flush=True)
         token = int(decoder.step(token).argmax())
     print("\n", flush=True)
-
-
-def _save_torch(full: programs.TorchPrograms, work: Path, progress: Progress) -> tuple[Path, Path]:
-    paths = work / "before.pt2", work / "after.pt2"
-    with progress.stage("save both torch programs"):
-        for program, path in zip((full.before, full.after), paths, strict=True):
-            torch.export.save(program, path)
-    return paths
 
 
 def _compare(

@@ -26,7 +26,6 @@ class Results:
     attention_milliseconds: dict[int, tuple[float, float]] = field(default_factory=dict)
     cache_mib: tuple[float, float] = (0.0, 0.0)
     onnx_footprints: tuple[Footprint, Footprint] | None = None
-    torch_footprints: tuple[Footprint, Footprint] | None = None
     layer: LayerTimes | None = None
     seconds: float = 0.0
 
@@ -45,10 +44,10 @@ def table(results: Results) -> Table:
     _add_speeds(made, results)
     made.add_section()
     made.add_row("cache, MiB", *_numbers(results.cache_mib, 1), "")
-    for engine, pair in (("onnxruntime", results.onnx_footprints), ("torch", results.torch_footprints)):
-        if pair:
-            peaks = (pair[0].peak_mib, pair[1].peak_mib)
-            made.add_row(f"peak memory of the process, MiB, {engine}", *_numbers(peaks, 0), "")
+    if results.onnx_footprints:
+        before, after = results.onnx_footprints
+        peaks = (before.peak_mib, after.peak_mib)
+        made.add_row("peak memory of the process, MiB", *_numbers(peaks, 0), "")
     if results.layer:
         made.add_section()
         made.add_row(
@@ -97,9 +96,6 @@ def _add_speeds(made: Table, results: Results) -> None:
     for context, pair in results.attention_milliseconds.items():
         label = f"  of that, attention and cache, ms a token, context {context}"
         made.add_row(label, *_numbers(pair, 2), _factor(pair[0], pair[1]))
-    if results.torch_footprints:
-        before, after = (footprint.tokens_per_second for footprint in results.torch_footprints)
-        made.add_row("decode in torch, tokens/s, context 256", *_numbers((before, after), 1), _factor(after, before))
 
 
 def _numbers(pair: tuple[float, float], digits: int) -> tuple[str, str]:
