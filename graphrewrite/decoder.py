@@ -189,6 +189,8 @@ class Decoder:
             raise InputError(f"no tokens given (shape {list(rows.shape)}); at least one is needed for logits")
         if not np.issubdtype(rows.dtype, np.integer):
             raise InputError(f"tokens are {rows.dtype}; give integers")
+        if rows.min() < 0:  # the embedding would count it from the end
+            raise InputError(f"token {rows.min()} is negative")
         if rows.ndim == 1 and self._batch == 1:
             rows = rows[np.newaxis]
         if rows.ndim != 2 or rows.shape[0] != self._batch:

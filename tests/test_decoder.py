@@ -221,6 +221,7 @@ def test_a_model_it_cannot_drive_is_refused(model: dict[str, Any], names: dict[s
     ("tokens", "chunk", "message"),
     [
         ([], 512, "no tokens"),
+        ([3, -1], 512, "token -1 is negative"),
         ([[1], [2]], 512, r"shape \[2, 1\]"),
         ([1.0], 512, "float64"),
         ([1], 0, "chunk is 0"),

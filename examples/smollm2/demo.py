@@ -205,6 +205,7 @@ def main() -> int:
         return 1 if isinstance(error, gr.RequirementNotMet) else 2
     results.seconds = time.perf_counter() - started
     Console().print(table(results))
+    print(f"wrote {options.output}")
     if options.json:
         _write_json(results, options.json)
     return 0

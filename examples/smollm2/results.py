@@ -88,13 +88,14 @@ def _add_speeds(made: Table, results: Results) -> None:
     made.add_section()
     for speed in results.speeds:
         pair = speed.prefill
-        label = f"prefill, tokens/s, last {speed.chunk} tokens up to {speed.context}, earlier ones filled in"
+        cached = speed.context - speed.chunk
+        label = f"prefill of {speed.chunk} tokens after {cached} cached (of any content), tokens/s"
         made.add_row(label, *_numbers(pair, 1), _factor(pair[1], pair[0]))
     for speed in results.speeds:
         pair = speed.decode
         made.add_row(f"decode, tokens/s, context {speed.context}", *_numbers(pair, 1), _factor(pair[1], pair[0]))
     for context, pair in results.attention_milliseconds.items():
-        label = f"  of that, attention and cache, ms a token, context {context}"
+        label = f"attention and cache nodes, ms a token in a profiled (slower) run, context {context}"
         made.add_row(label, *_numbers(pair, 2), _factor(pair[0], pair[1]))
 
 
