@@ -19,7 +19,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from graphrewrite.cache_metadata import METADATA_KEY, CacheEntry
-from graphrewrite.errors import InputError
+from graphrewrite.errors import InputError, reason
 from graphrewrite.models import is_exported_program
 from graphrewrite.onnx.reader import DOMAIN, OnnxGraph
 from graphrewrite.vocabulary import CacheWrite, Layout
@@ -90,20 +90,13 @@ def _translate(program: ExportedProgram, opset_version: int) -> tuple[ir.Model, 
         with kept_shape_environment(copy.graph):
             exported = torch.onnx.export(copy, dynamo=True, optimize=False, opset_version=opset_version, verbose=False)
     except torch.onnx.OnnxExporterError as error:
-        raise InputError(f"torch.onnx cannot export this program: {_cause(error)}") from error
+        raise InputError(f"torch.onnx cannot export this program: {reason(error)}") from error
     assert exported is not None and exported.exported_program is not None
     signature = exported.exported_program.graph_signature
     if signature.user_inputs_to_mutate:
         names = ", ".join(sorted(signature.user_inputs_to_mutate.values()))
         raise InputError(f"the program writes to its inputs {names}; let them be buffers, which are lifted")
     return exported.model, {buffer: value for value, buffer in signature.buffers_to_mutate.items()}
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost error's message, which names the operator."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _lift(model: ir.Model, buffers: dict[str, str]) -> None:

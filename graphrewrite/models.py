@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import onnx
 import onnx_ir as ir
 
-from graphrewrite.errors import InputError
+from graphrewrite.errors import InputError, reason
 from graphrewrite.external_data import check_external_data, external_tensors
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ ModelLike: TypeAlias = Union["ExportedProgram", onnx.ModelProto, ir.Model, str, 
 LoadedModel: TypeAlias = Union["ExportedProgram", onnx.ModelProto, ir.Model]
 
 SUFFIXES = (".onnx", ".pt2")
-
-_LONGEST_REASON = 200  # characters; some errors print the whole model
 
 
 def load(model: ModelLike) -> LoadedModel:
@@ -77,7 +75,7 @@ def load_onnx(path: Path) -> ir.Model:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # protobuf and onnx_ir raise many types for a file that is not a model
-        raise InputError(f"{path}: not an ONNX model ({_reason(error)})") from error
+        raise InputError(f"{path}: not an ONNX model ({reason(error)})") from error
     if not model.graph.outputs:
         raise InputError(f"{path}: not an ONNX model (its graph has no outputs)")
     for tensor in external_tensors(model):
@@ -99,14 +97,5 @@ def load_exported_program(path: Path) -> ExportedProgram:
     try:
         program: Any = torch.export.load(path)
     except Exception as error:  # torch raises many types for a file that is not a program
-        raise InputError(f"{path}: not a torch.export program ({_reason(error)})") from error
+        raise InputError(f"{path}: not a torch.export program ({reason(error)})") from error
     return program  # type: ignore[no-any-return]
-
-
-def _reason(error: BaseException) -> str:
-    """One line of what went wrong first: an outer error often says no more than where."""
-    # onnx_ir 1.1 raises a TypeError of its own while it says where a tensor's error is; its context is that error.
-    while inner := error.__cause__ or (error.__context__ if isinstance(error, TypeError) else None):
-        error = inner
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:_LONGEST_REASON]}" if lines else type(error).__name__

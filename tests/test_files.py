@@ -13,7 +13,7 @@ import pytest
 from decoder_models import toy_decoder
 from onnx import TensorProto, helper, numpy_helper
 
-from graphrewrite import files, models
+from graphrewrite import errors, files, models
 from graphrewrite.errors import InputError
 
 
@@ -247,7 +247,7 @@ def test_the_reason_is_what_went_wrong_first_and_short(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "in.onnx")
     with pytest.raises(InputError, match=r"not an ONNX model \(ValueError: 99 is not a valid DataType\)"):
         models.load(tmp_path / "in.onnx")
-    assert len(models._reason(ValueError("x" * 1000 + "\ny"))) == len("ValueError: ") + 200
+    assert len(errors.reason(ValueError("x" * 1000 + "\ny"))) == len("ValueError: ") + 200
 
 
 def test_text(tmp_path: Path) -> None:

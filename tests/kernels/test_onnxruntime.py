@@ -112,14 +112,19 @@ def test_update_cache(dtype: str) -> None:
     np.testing.assert_array_equal(output, reference.update_cache(value, cache, np.array([1, 4])))
 
 
-def test_symbolic_shapes_pass_through() -> None:
-    inputs: dict[str, Array | None] = {
+def small_update() -> dict[str, Array | None]:
+    """Inputs of UpdateQuantizedCache: one row of one head of 8, a cache of four."""
+    return {
         "value": np.zeros((1, 1, 1, 8), np.float32),
         "codes": np.zeros((1, 4, 1, 8), np.int8),
         "scales": np.zeros((1, 4, 1, 1), np.float32),
         "start_pos": np.array(0),
         "zero_points": np.zeros((1, 4, 1, 1), np.int8),
     }
+
+
+def test_symbolic_shapes_pass_through() -> None:
+    inputs = small_update()
     shapes = {
         "value": ["B", "S", "H", 8],
         "codes": ["B", "C", "H", 8],
@@ -323,13 +328,7 @@ def test_a_bad_attribute_fails_when_the_session_is_made(op: str, attributes: dic
 
 
 def test_zero_points_without_their_output() -> None:
-    inputs: dict[str, Array | None] = {
-        "value": np.zeros((1, 1, 1, 8), np.float32),
-        "codes": np.zeros((1, 4, 1, 8), np.int8),
-        "scales": np.zeros((1, 4, 1, 1), np.float32),
-        "start_pos": np.array(0),
-        "zero_points": np.zeros((1, 4, 1, 1), np.int8),
-    }
+    inputs = small_update()
     outputs = {"new_codes": TensorProto.INT8, "new_scales": TensorProto.FLOAT}
     session = make_session(make_model("UpdateQuantizedCache", inputs, outputs))
     with pytest.raises(Exception, match="zero_points is given but new_zero_points is not an output"):
