@@ -2,7 +2,7 @@
 #   make setup    prepare .venv and build the kernel library; does nothing when nothing changed
 #   make test     setup, lint, types, then the tests             (make test ARGS="-k decoder" runs some of them)
 #   make demo     setup, then the example on a real language model
-#   make lint / types / format / golden / clean
+#   make lint / types / format / golden / docs / clean
 
 PYTHON ?= python3
 ARGS ?=
@@ -18,7 +18,7 @@ PY := graphrewrite patterns custom_ops tests examples
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup test demo lint types format golden clean
+.PHONY: setup test demo lint types format golden docs clean
 
 setup: $(VENV)/.installed
 
@@ -73,6 +73,10 @@ format: setup
 
 golden: setup
 	$(BIN)/python -m pytest -m golden --update-golden $(ARGS)
+
+# The pages that are made from the code; a test compares them.
+docs: setup
+	$(BIN)/python -m graphrewrite.custom_ops.documentation docs/operators
 
 # Leaves .venv and what was downloaded into it; the next setup builds the library again.
 clean:

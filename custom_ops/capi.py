@@ -1,20 +1,20 @@
 """The kernels through ctypes, without onnxruntime or torch.
 
-Functions mirror `graphrewrite/kernels.h`, which says what each one computes: operator inputs in order, then outputs,
-which the caller allocates, then attributes. Tensors are passed as descriptors of memory that lives at least as long as
-the call:
+`run` takes the tensors of any operator as numpy arrays, or as descriptors of memory that lives at least as long as the
+call; the caller allocates the outputs:
 
     cache = np.zeros((1, 16, 2, 64), np.float32)
-    update_cache(from_numpy(value), from_numpy(cache), from_numpy(np.array(3)), from_numpy(cache), threads=2)
+    run("UpdateCache", [value, cache, np.array(3)], [cache], threads=2)
 
-The calls release the interpreter lock. An output that lies where the input it replaces lies is updated in place.
+`graphrewrite/kernels.h` has the rules, `graphrewrite.custom_ops.schema` the operators. Calls release the interpreter
+lock.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -22,21 +22,10 @@ import numpy.typing as npt
 from graphrewrite.custom_ops import library_path
 from graphrewrite.errors import KernelError, LibraryError
 
-__all__ = [
-    "DTYPES",
-    "Tensor",
-    "custom_sdpa",
-    "from_numpy",
-    "isa",
-    "sdpa_with_kv_cache",
-    "set_isa",
-    "tensor",
-    "update_cache",
-    "update_quantized_cache",
-    "version",
-]
+__all__ = ["DTYPES", "Tensor", "from_numpy", "isa", "operators_json", "run", "set_isa", "tensor", "version"]
 
 _ERROR_SIZE = 1024
+_INT, _FLOAT, _TEXT = 1, 2, 3  # GrAttributeKind
 
 DTYPES = {
     "float32": 1,
@@ -67,6 +56,19 @@ class Tensor(ctypes.Structure):
     """What keeps the memory alive, when that is known."""
 
 
+_Pointer = ctypes.POINTER(Tensor)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("kind", ctypes.c_int32),
+        ("number", ctypes.c_float),
+        ("integer", ctypes.c_int64),
+        ("text", ctypes.c_char_p),
+    )
+
+
 class _Threads(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int32), ("parallel_for", ctypes.c_void_p), ("context", ctypes.c_void_p))
 
@@ -87,7 +89,7 @@ def tensor(data: int, dtype: int, shape: Sequence[int], strides: Sequence[int] |
 
 
 def from_numpy(array: npt.NDArray[Any]) -> Tensor:
-    """Describes an array and keeps it alive. Its dtype must be one of `DTYPES`."""
+    """Describes an array and keeps it alive. Its dtype must be one of `DTYPES`; numpy has bfloat16 from ml_dtypes."""
     dtype = DTYPES.get(array.dtype.name)
     if dtype is None:
         raise KernelError(f"element type {array.dtype.name} is not supported, expected one of {', '.join(DTYPES)}")
@@ -102,16 +104,15 @@ def _library() -> ctypes.CDLL:
     path = library_path()
     try:
         library = ctypes.CDLL(str(path))
-        pointer = ctypes.POINTER(Tensor)
-        ending: list[Any] = [ctypes.POINTER(_Threads), ctypes.c_char_p, ctypes.c_size_t]
-        attention: list[Any] = [ctypes.c_int32, ctypes.POINTER(ctypes.c_float), ctypes.c_char_p]
         library.gr_version.restype = ctypes.c_char_p
         library.gr_isa.restype = ctypes.c_char_p
+        library.gr_operators.restype = ctypes.c_char_p
         library.gr_set_isa.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
-        library.gr_update_cache.argtypes = [pointer] * 4 + [ctypes.c_char_p, *ending]
-        library.gr_update_quantized_cache.argtypes = [pointer] * 8 + [ctypes.c_char_p] * 2 + ending
-        library.gr_custom_sdpa.argtypes = [pointer] * 12 + attention + ending
-        library.gr_sdpa_with_kv_cache.argtypes = [pointer] * 10 + attention + ending
+        tensors: list[Any] = [ctypes.POINTER(_Pointer), ctypes.c_size_t]
+        library.gr_run.argtypes = [
+            *(ctypes.c_char_p, *tensors, *tensors, ctypes.POINTER(_Attribute), ctypes.c_size_t),
+            *(ctypes.POINTER(_Threads), ctypes.c_char_p, ctypes.c_size_t),
+        ]
     except (OSError, AttributeError) as failure:
         raise LibraryError(f"cannot load the kernel library {path}: {failure}") from failure
     if library.gr_isa() is None:
@@ -119,13 +120,6 @@ def _library() -> ctypes.CDLL:
         library.gr_set_isa(None, error, _ERROR_SIZE)
         raise LibraryError(f"cannot use the kernel library {path}: {error.value.decode()}")
     return library
-
-
-def _call(function: Any, tensors: Sequence[Tensor | None], *arguments: Any, threads: int) -> None:
-    error = ctypes.create_string_buffer(_ERROR_SIZE)
-    references = [None if item is None else ctypes.byref(item) for item in tensors]
-    if function(*references, *arguments, ctypes.byref(_Threads(threads, None, None)), error, _ERROR_SIZE) != 0:
-        raise KernelError(error.value.decode(errors="replace"))
 
 
 def version() -> str:
@@ -152,101 +146,54 @@ def set_isa(name: str | None) -> None:
         raise KernelError(error.value.decode(errors="replace"))
 
 
-def update_cache(
-    value: Tensor, cache: Tensor, start_pos: Tensor, new_cache: Tensor, *, layout: str = "BSNH", threads: int = 1
-) -> None:
-    """Writes value T[B,S,H,D] into rows [start_pos, start_pos + S) of cache T[B,C,H,D].
-
-    Raises:
-        KernelError: an argument does not fit; nothing was written.
-    """
-    _call(_library().gr_update_cache, [value, cache, start_pos, new_cache], layout.encode(), threads=threads)
+def operators_json() -> str:
+    """The declarations of all operators, as `gr_operators` in `graphrewrite/kernels.h` describes them."""
+    return str(_library().gr_operators().decode())
 
 
-def update_quantized_cache(
-    value: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    start_pos: Tensor,
-    zero_points: Tensor | None,
-    new_codes: Tensor,
-    new_scales: Tensor,
-    new_zero_points: Tensor | None,
+def run(
+    op: str,
+    inputs: Sequence[Tensor | npt.NDArray[Any] | None],
+    outputs: Sequence[Tensor | npt.NDArray[Any] | None],
+    attributes: Mapping[str, Any] | None = None,
     *,
-    scheme: str = "asymmetric",
-    layout: str = "BSNH",
     threads: int = 1,
 ) -> None:
-    """Quantizes value float32[B,S,H,D] per token and head into codes int8[B,C,H,D], scales float32[B,C,H,1] and
-    zero points int8[B,C,H,1].
+    """Runs an operator.
+
+    Args:
+        op: its name, as in ONNX.
+        inputs: in the order of its declaration; None where absent, and those left out at the end are absent.
+        outputs: memory for its outputs, likewise. An output on the memory of the input it replaces is written in place.
+        attributes: by name; those left out or None have their defaults.
+        threads: how many threads may be used.
 
     Raises:
         KernelError: an argument does not fit; nothing was written.
     """
-    tensors = [value, codes, scales, start_pos, zero_points, new_codes, new_scales, new_zero_points]
-    _call(_library().gr_update_quantized_cache, tensors, scheme.encode(), layout.encode(), threads=threads)
+    given = [_attribute(name, value) for name, value in (attributes or {}).items() if value is not None]
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    status = _library().gr_run(
+        *(op.encode(), *_tensors(inputs), *_tensors(outputs), (_Attribute * len(given))(*given), len(given)),
+        *(ctypes.byref(_Threads(threads, None, None)), error, _ERROR_SIZE),
+    )
+    if status != 0:
+        raise KernelError(error.value.decode(errors="replace"))
 
 
-def custom_sdpa(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    start_pos: Tensor,
-    key_scales: Tensor | None,
-    key_zero_points: Tensor | None,
-    value_scales: Tensor | None,
-    value_zero_points: Tensor | None,
-    recent_key: Tensor | None,
-    recent_value: Tensor | None,
-    attn_mask: Tensor | None,
-    output: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    layout: str = "BSNH",
-    threads: int = 1,
-) -> None:
-    """Attention of query float32[B,S,Hq,D] over caches [B,C,Hkv,D] of float32 or int8, into output float32[B,S,Hq,D].
-
-    Raises:
-        KernelError: an argument does not fit; nothing was written.
-    """
-    tensors = [
-        *(query, key_cache, value_cache, start_pos),
-        *(key_scales, key_zero_points, value_scales, value_zero_points),
-        *(recent_key, recent_value, attn_mask, output),
-    ]
-    _call(_library().gr_custom_sdpa, tensors, *_attributes(is_causal, scale, layout), threads=threads)
+def _tensors(tensors: Sequence[Tensor | npt.NDArray[Any] | None]) -> tuple[Any, int]:
+    """An array of pointers, and its length. The array keeps alive what it points to."""
+    described = [item if item is None or isinstance(item, Tensor) else from_numpy(item) for item in tensors]
+    # Without an argument a pointer is NULL.
+    pointers = [_Pointer() if item is None else _Pointer(item) for item in described]
+    return (_Pointer * len(pointers))(*pointers), len(pointers)
 
 
-def sdpa_with_kv_cache(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    start_pos: Tensor,
-    attn_mask: Tensor | None,
-    output: Tensor,
-    new_key_cache: Tensor,
-    new_value_cache: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    layout: str = "BSNH",
-    threads: int = 1,
-) -> None:
-    """Writes key and value float32[B,S,Hkv,D] into caches float32[B,C,Hkv,D], then attends to them.
-
-    Raises:
-        KernelError: an argument does not fit; nothing was written.
-    """
-    tensors = [
-        *(query, key, value, key_cache, value_cache, start_pos, attn_mask),
-        *(output, new_key_cache, new_value_cache),
-    ]
-    _call(_library().gr_sdpa_with_kv_cache, tensors, *_attributes(is_causal, scale, layout), threads=threads)
-
-
-def _attributes(is_causal: bool, scale: float | None, layout: str) -> tuple[int, Any, bytes]:
-    return int(is_causal), None if scale is None else ctypes.byref(ctypes.c_float(scale)), layout.encode()
+def _attribute(name: str, value: object) -> _Attribute:
+    if isinstance(value, str):
+        return _Attribute(name.encode(), _TEXT, 0, 0, value.encode())
+    if isinstance(value, int):
+        return _Attribute(name.encode(), _INT, 0, value, None)
+    if isinstance(value, float):
+        return _Attribute(name.encode(), _FLOAT, value, 0, None)
+    raise KernelError(f"attribute {name} is {value!r}, expected a string, an integer or a float")

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from graphrewrite import ort_tensors
 from graphrewrite.custom_ops import library_path
 from graphrewrite.custom_ops.functions import DOMAIN, attach
-from tests.kernels.reference import Array, Sdpa, to_layout
+from tests.kernels.reference import Array, Sdpa, sdpa_with_bound, to_layout
 
 Feeds = dict[str, "Array | None"]
 NAN, INF = float("nan"), float("inf")
-UNIT_ROUNDOFF = 2.0**-24
 
 
 @dataclass
@@ -78,51 +80,49 @@ def session(model: ir.Model, *, library: bool = False) -> ort.InferenceSession:
     return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
+def run_session(loaded: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
+    """All outputs, of any element type: `InferenceSession.run` takes and returns no bfloat16."""
+    kinds = {item.name: item.type for item in loaded.get_inputs()}
+    given = {name: ort_tensors.from_array(array, kinds[name]) for name, array in feeds.items()}
+    return [ort_tensors.view(value).copy() for value in loaded.run_with_ort_values(None, given)]
+
+
 def run_body(call: Call, opset: int = 17) -> list[Array]:
     model = model_of(node_of(call), opset=opset)
     attach(model)
-    results: list[Array] = session(model).run(None, call.feeds)
-    return results
+    return run_session(session(model), call.feeds)
 
 
 def run_kernel(call: Call) -> list[Array]:
     model = model_of(node_of(call))
     attach(model)
-    results: list[Array] = session(model, library=True).run(None, call.feeds)
-    return results
-
-
-TORCH_NAMES = {
-    "UpdateCache": "update_cache",
-    "UpdateQuantizedCache": "update_quantized_cache",
-    "CustomSdpa": "custom_sdpa",
-    "SdpaWithKvCache": "sdpa_with_kv_cache",
-}
+    return run_session(session(model, library=True), call.feeds)
 
 
 def run_torch(call: Call) -> list[Array]:
-    """The torch operator, which takes one position for all sequences: once for each, where they have their own."""
+    """The torch operator, which takes one position as an int, and one for each sequence as a tensor."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("graphrewrite.custom_ops.torch_ops")
-    operator = getattr(torch.ops.graphrewrite, TORCH_NAMES[call.op_type])
+
+    def tensor(array: Array) -> Any:
+        # torch and numpy exchange no bfloat16.
+        is_bfloat16 = array.dtype == ml_dtypes.bfloat16
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(array)
+
+    def array(result: Any) -> Array:
+        is_bfloat16 = result.dtype == torch.bfloat16
+        values: Array = result.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else result.numpy()
+        return values
+
+    arguments: dict[str, Any] = {name: None if x is None else tensor(x) for name, x in call.inputs.items()}
+    start = call.inputs.get("start_pos")
+    if start is not None and start.ndim == 0:
+        arguments["start_pos"] = int(start)
     attributes = {key: bool(value) if key == "is_causal" else value for key, value in call.attributes.items()}
-
-    def run(start: int, part: slice) -> list[Array]:
-        arguments = []
-        for name, array in call.inputs.items():
-            if array is not None and array.ndim == 4 and len(array) > 1:
-                array = array[part]
-            tensor = None if array is None else torch.from_numpy(array)
-            arguments.append(start if name == "start_pos" else tensor)
-        results = operator(*arguments, **attributes)
-        results = results if isinstance(results, tuple) else (results,)
-        return [result.numpy() for result in results[: len(call.outputs)]]
-
-    positions = call.feeds["start_pos"]
-    if not positions.size or not positions.ndim:
-        return run(int(positions) if positions.size else 0, slice(None))
-    parts = [run(int(start), slice(b, b + 1)) for b, start in enumerate(positions)]
-    return [np.concatenate(results) for results in zip(*parts, strict=True)]
+    operator = getattr(torch.ops.graphrewrite, re.sub("(?<=[a-z])(?=[A-Z])", "_", call.op_type).lower())
+    results = operator(*arguments.values(), **attributes)
+    results = results if isinstance(results, tuple) else (results,)
+    return [array(result) for result in results[: len(call.outputs)]]
 
 
 WAYS: dict[str, Callable[[Call], list[Array]]] = {
@@ -136,17 +136,17 @@ ways_once = pytest.mark.parametrize("way", ["body17", "kernel", "torch"])
 layouts = pytest.mark.parametrize("layout", ["BSNH", "BNSH"])
 
 
-def update_call(value: Array, cache: Array, start: Any, layout: str = "BSNH") -> Call:
+def source_call(domain: str, op_type: str, inputs: Feeds, *outputs: str, **attributes: Any) -> Call:
+    return Call(op_type, inputs, outputs, attributes, domain)
+
+
+def update_call(value: Array, cache: Array, start: Any, layout: str = "BSNH", **attributes: Any) -> Call:
     inputs: Feeds = {
         "value": to_layout(value, layout),
         "cache": to_layout(cache, layout),
         "start_pos": np.asarray(start, np.int64),
     }
-    return Call("UpdateCache", inputs, ("new_cache",), {"layout": layout})
-
-
-def source_call(domain: str, op_type: str, inputs: Feeds, *outputs: str, **attributes: Any) -> Call:
-    return Call(op_type, inputs, outputs, attributes, domain)
+    return Call("UpdateCache", inputs, ("new_cache",), {"layout": layout, **attributes})
 
 
 def rows_of(kind: str) -> Array:
@@ -165,82 +165,62 @@ def rows_of(kind: str) -> Array:
     return value
 
 
-def sdpa_call(arguments: Sdpa, layout: str = "BSNH") -> Call:
-    def laid_out(name: str, array: Array | None) -> Array | None:
-        return array if array is None or name in ("start_pos", "attn_mask") else to_layout(array, layout)
+_OF_CACHES = ("key_scales", "key_zero_points", "value_scales", "value_zero_points", "recent_key", "recent_value")
+_SDPA_INPUTS = ("query", "key_cache", "value_cache", "start_pos", *_OF_CACHES, "attn_mask", "sinks")
+_QUANTIZED_QUERY = ("query_scales", "query_zero_points")
 
-    names = [item.name for item in fields(Sdpa)][:11]
-    inputs: Feeds = {name: laid_out(name, getattr(arguments, name)) for name in names}
+
+def _laid_out(arguments: Sdpa, name: str, layout: str) -> Array | None:
+    array: Array | None = getattr(arguments, name)
+    return array if array is None or array.ndim != 4 or name == "attn_mask" else to_layout(array, layout)
+
+
+def _sdpa_attributes(a: Sdpa, layout: str) -> dict[str, Any]:
+    given = {"is_causal": int(a.is_causal), "scale": a.scale, "softcap": a.softcap, "window": a.window}
+    given["sink_tokens"] = a.sink_tokens
+    return {name: value for name, value in given.items() if value or name == "is_causal"} | {"layout": layout}
+
+
+def _without_absent_at_the_end(inputs: Feeds) -> Feeds:
     while next(reversed(inputs.values())) is None:
         inputs.popitem()
-    attributes: dict[str, Any] = {"is_causal": int(arguments.is_causal), "layout": layout}
-    if arguments.scale is not None:
-        attributes["scale"] = arguments.scale
-    return Call("CustomSdpa", inputs, ("output",), attributes)
+    return inputs
 
 
-def tolerance(a: Sdpa) -> float:
-    """Bound of the error of float32 attention against exact arithmetic on the same inputs.
+def sdpa_call(arguments: Sdpa, layout: str = "BSNH") -> Call:
+    """CustomSdpa, or CustomQuantizedSdpa for a query of codes."""
+    is_quantized = arguments.query_scales is not None
+    names = (*_SDPA_INPUTS[:4], *_QUANTIZED_QUERY, *_SDPA_INPUTS[4:]) if is_quantized else _SDPA_INPUTS
+    inputs = _without_absent_at_the_end({name: _laid_out(arguments, name, layout) for name in names})
+    op_type = "CustomQuantizedSdpa" if is_quantized else "CustomSdpa"
+    return Call(op_type, inputs, ("output",), _sdpa_attributes(arguments, layout))
 
-    A dot product of D terms, scaled, is off by at most (D + 2) u sum |q||k|, u = 2^-24; where an implementation expands
-    (code - zero_point) * scale, |k| is (|code| + |zero_point|) * scale. Scores off by e change each weight, a quotient
-    of sums of exponentials, by a factor within exp(2 e), and exponentials, sums and products of n terms round n + 8
-    times more. The output is a mean of values, so it is off by that factor of the largest |value|.
+
+def joint_call(arguments: Sdpa, layout: str = "BSNH") -> Call:
+    """SdpaWithKvCache, where the recent rows are what is written."""
+    names = {name: name for name in ("query", "key", "value", *_SDPA_INPUTS[1:4], "attn_mask", "sinks")}
+    names |= {"key": "recent_key", "value": "recent_value"}
+    inputs = _without_absent_at_the_end({name: _laid_out(arguments, source, layout) for name, source in names.items()})
+    outputs = ("output", "new_key_cache", "new_value_cache")
+    return Call("SdpaWithKvCache", inputs, outputs, _sdpa_attributes(arguments, layout))
+
+
+def assert_attends(result: Array, arguments: Sdpa, layout: str = "BSNH", where: Array | None = None) -> None:
+    """Attention's output is within the bound of float32 arithmetic, and not finite where the reference is not.
+
+    The bound is that of sums in a row, the order that is open to an implementation and errs most.
+
+    Args:
+        where: the rows to look at, bool [B,S,Hq]; None: all.
     """
-
-    def magnitude(which: str) -> float:
-        cache, scales = getattr(a, f"{which}_cache"), getattr(a, f"{which}_scales")
-        points, recent = getattr(a, f"{which}_zero_points"), getattr(a, f"recent_{which}")
-        rows = np.abs(cache.astype(np.float64))
-        if scales is not None:
-            rows = (rows + (0 if points is None else np.abs(points.astype(np.float64)))) * scales
-        largest = [np.max(rows[np.isfinite(rows)], initial=0)]
-        return float(max(largest + ([] if recent is None else [np.max(np.abs(recent), initial=0)])))
-
-    dim, slots = a.query.shape[-1], a.key_cache.shape[1]
-    scale = dim**-0.5 if a.scale is None else abs(a.scale)
-    largest_query = float(np.abs(a.query).sum(-1).max(initial=0))
-    bias = 0.0
-    if a.attn_mask is not None and a.attn_mask.dtype != bool:
-        bias = float(np.abs(a.attn_mask[np.isfinite(a.attn_mask)]).max(initial=0))
-    score_error = UNIT_ROUNDOFF * ((dim + 2) * scale * largest_query * magnitude("key") + bias)
-    return magnitude("value") * float(np.expm1(2 * score_error) + (slots + 8) * UNIT_ROUNDOFF)
-
-
-SDPA_CASES: dict[str, dict[str, Any]] = {
-    "decode": {"start": 9, "is_causal": True, "recent": True, "heads": (4, 2)},
-    "prefill": {"rows": 6, "is_causal": True, "recent": True, "heads": (6, 2)},
-    "chunk": {"batch": 2, "rows": 5, "start": 7, "is_causal": True, "heads": (6, 3)},
-    "chunk of float rows": {"rows": 5, "start": 7, "is_causal": True, "heads": (6, 3), "cache": "float"},
-    "not causal": {"rows": 3, "start": 4, "heads": (2, 1)},
-    "not causal, recent": {"rows": 3, "start": 4, "heads": (2, 1), "recent": True},
-    "no zero points": {"rows": 2, "start": 4, "zero_points": False, "is_causal": True},
-    "positions per sequence": {"batch": 3, "rows": 2, "start": (0, 9, 14), "is_causal": True, "heads": (4, 2)},
-    "positions per sequence, recent": {"batch": 2, "rows": 3, "start": (11, 2), "is_causal": True, "recent": True},
-    "positions per sequence, all": {"batch": 2, "rows": 3, "start": (11, 2), "recent": True, "cache": "float"},
-    "positions per sequence, mask": {"batch": 2, "rows": 3, "start": (11, 2), "recent": True, "mask": "bool"},
-    "mask [S,kv]": {"rows": 4, "start": 3, "mask": "bool", "heads": (4, 2)},
-    "mask [Hq,S,kv]": {"batch": 2, "rows": 4, "start": 3, "mask": "float", "mask_shape": (4, 4, 12), "heads": (4, 2)},
-    "mask [1,S,kv]": {"rows": 2, "start": 3, "mask": "bool", "mask_shape": (1, 2, 16), "heads": (4, 2)},
-    "mask [B,Hq,S,kv]": {"batch": 2, "rows": 4, "mask": "bool", "mask_shape": (2, 4, 4, 16), "heads": (4, 2)},
-    "mask [B,1,1,kv]": {"batch": 2, "rows": 4, "mask": "float", "mask_shape": (2, 1, 1, 16), "heads": (4, 2)},
-    "mask and causal": {"rows": 4, "start": 3, "mask": "float", "is_causal": True, "heads": (4, 2)},
-    "mask narrower than the recent rows": {"rows": 4, "start": 6, "mask": "bool", "mask_shape": (4, 8), "recent": True},
-    "float mask narrower, causal": {
-        "rows": 4,
-        "start": 6,
-        "mask": "float",
-        "mask_shape": (4, 8),
-        "recent": True,
-        "is_causal": True,
-        "heads": (4, 2),
-    },
-    "mask of one key": {"rows": 2, "start": 5, "mask": "bool", "mask_shape": (2, 1), "recent": True},
-    "scale": {"rows": 3, "start": 4, "scale": 0.7, "is_causal": True, "cache": "float"},
-    "full cache": {"rows": 2, "start": 14, "is_causal": True, "recent": True, "heads": (4, 2)},
-    "no rows": {"rows": 0, "start": 4, "is_causal": True, "recent": True, "heads": (4, 2)},
-    "no rows, masked": {"rows": 0, "start": 4, "mask": "float", "heads": (4, 2)},
-    "no rows at the end": {"rows": 0, "start": 16, "cache": "float"},
-    "no sequences": {"batch": 0, "rows": 2, "start": 4, "is_causal": True, "recent": True},
-    "no sequences, no positions": {"batch": 0, "rows": 2, "start": (), "mask": "bool", "cache": "float"},
-}
+    expected, bound = sdpa_with_bound(arguments, lanes=1)
+    result = to_layout(result, layout)
+    assert result.shape == expected.shape
+    assert result.dtype == (np.float32 if arguments.query.dtype == np.int8 else arguments.query.dtype)
+    result = result.astype(np.float64)
+    if where is not None:
+        result, expected, bound = result[where], expected[where], bound[where]
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(result[~finite], expected[~finite])
+    error = np.abs(result[finite] - expected[finite])
+    assert (error <= bound[finite]).all(), f"error {error.max()}, of the bound {(error / bound[finite]).max()}"

@@ -15,9 +15,22 @@ import pytest
 
 from graphrewrite.custom_ops.functions import DOMAIN, MINIMUM_OPSET, Signature, attach, body, signature_of
 from graphrewrite.errors import InputError
-from tests.calls import SDPA_CASES, Feeds, model_of, node_of, sdpa_call, session, source_call, tolerance, update_call
-from tests.kernels import reference
-from tests.kernels.reference import Array, make_sdpa
+from tests.calls import (
+    NAN,
+    Call,
+    Feeds,
+    assert_attends,
+    joint_call,
+    model_of,
+    node_of,
+    run_session,
+    sdpa_call,
+    session,
+    source_call,
+    update_call,
+)
+from tests.kernels.reference import Array, Sdpa, make_sdpa
+from tests.sdpa_cases import JOINT_CASES, SDPA_CASES
 
 
 @pytest.mark.parametrize(
@@ -28,12 +41,15 @@ from tests.kernels.reference import Array, make_sdpa
         (18, "positions per sequence, all"),
         # The evaluator has no DequantizeLinear older than opset 19.
         *((opset, case) for opset in (19, 21, 25) for case in ("decode", "no zero points", "mask and causal")),
+        *((21, case) for case in ("int4 in groups", "sinks, recent", "window and mask, recent", "softcap, float mask")),
+        *((25, case) for case in ("scales of channels", "sink tokens, decode", "float16", "int8 query")),
     ],
 )
 def test_bodies_pass_the_checker_and_run_in_the_reference_evaluator(opset: int, case: str) -> None:
     arguments = make_sdpa(np.random.default_rng(14), **SDPA_CASES[case])
     call = sdpa_call(arguments)
-    model = model_of(node_of(call), opset=opset, returned={"output": ir.DataType.FLOAT})
+    returned = ir.DataType.FLOAT16 if arguments.query.dtype == np.float16 else ir.DataType.FLOAT
+    model = model_of(node_of(call), opset=opset, returned={"output": returned})
     model.graph.outputs[0].shape = ir.Shape([None] * 4)
     attach(model)
     proto = ir.to_proto(model)
@@ -41,18 +57,18 @@ def test_bodies_pass_the_checker_and_run_in_the_reference_evaluator(opset: int, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         (result,) = onnx.reference.ReferenceEvaluator(proto).run(None, call.feeds)
-    np.testing.assert_allclose(result, reference.sdpa(arguments), rtol=0, atol=tolerance(arguments))
+    assert_attends(result, arguments)
 
 
-def two_attentions(first: dict[str, Any], second: dict[str, Any]) -> tuple[ir.Model, dict[str, Array], list[Array]]:
-    """A model of two CustomSdpa nodes, its inputs and what it should return."""
+def two_attentions(first: dict[str, Any], second: dict[str, Any]) -> tuple[ir.Model, dict[str, Array], list[Sdpa]]:
+    """A model of two CustomSdpa nodes, its inputs and the arguments of both."""
     arguments = [
         make_sdpa(np.random.default_rng(15), rows=3, start=4, heads=(4, 2), **facts) for facts in (first, second)
     ]
     calls = [sdpa_call(item) for item in arguments]
     model = model_of(*(node_of(call, f"_{number}") for number, call in enumerate(calls)))
     feeds = {f"{name}_{number}": array for number, call in enumerate(calls) for name, array in call.feeds.items()}
-    return model, feeds, [reference.sdpa(item) for item in arguments]
+    return model, feeds, arguments
 
 
 @pytest.mark.parametrize(
@@ -65,6 +81,13 @@ def two_attentions(first: dict[str, Any], second: dict[str, Any]) -> tuple[ir.Mo
         ({"recent": True}, {"recent": False}, ["", "1"]),
         ({"scale": 0.3}, {"scale": 0.7}, ["", ""]),
         ({"scale": 0.3}, {}, ["", "1"]),
+        ({"window": 3, "softcap": 2.0}, {"window": 5, "softcap": 3.0}, ["", ""]),
+        ({"window": 3}, {}, ["", "1"]),
+        ({"groups": 1}, {"groups": 4}, ["", ""]),
+        ({"scales": "[D]"}, {"scales": "[]"}, ["", ""]),
+        ({"scales": "[D]"}, {}, ["", "1"]),
+        ({"dtype": "float16"}, {}, ["", "1"]),
+        ({"cache": "int4", "sinks": True}, {"cache": "int4"}, ["", "1"]),
     ],
     ids=str,
 )
@@ -72,13 +95,12 @@ def two_attentions(first: dict[str, Any], second: dict[str, Any]) -> tuple[ir.Mo
 def test_calls_that_differ_get_bodies_of_their_own(
     first: dict[str, Any], second: dict[str, Any], overloads: list[str], library: bool
 ) -> None:
-    model, feeds, expected = two_attentions(first, second)
+    model, feeds, arguments = two_attentions(first, second)
     attach(model)
     assert [node.overload for node in model.graph] == overloads
     assert [key[2] for key in model.functions] == sorted(set(overloads))
-    for result, exact in zip(session(model, library=library).run(None, feeds), expected, strict=True):
-        # The largest tolerance of the cases at hand is 3e-5.
-        np.testing.assert_allclose(result, exact, rtol=0, atol=3e-5)
+    for result, item in zip(session(model, library=library).run(None, feeds), arguments, strict=True):
+        assert_attends(result, item)
 
 
 def test_a_runtime_that_mixes_up_overloads_fails() -> None:
@@ -159,8 +181,24 @@ def test_a_function_of_a_source_operator_that_came_with_the_model_stays() -> Non
         (lambda model: model.graph[0].attributes.add(ir.AttrString("layout", "SBNH")), "layout is 'SBNH'"),
         (lambda model: setattr(model.graph[0].inputs[10], "type", None), "is not known .*run shape inference"),
         (lambda model: setattr(model.graph[0].inputs[10], "dtype", ir.DataType.INT32), "has element type INT32"),
+        (lambda model: setattr(model.graph[0].inputs[0], "type", None), "the element type of input 0 .* is not known"),
+        (lambda model: setattr(model.graph[0].inputs[4], "shape", None), "the rank of input 4 .* is not known"),
+        (lambda model: model.graph[0].attributes.add(ir.AttrInt64("window", -1)), "window is -1; expected 0 or more"),
+        (lambda model: model.graph[0].attributes.add(ir.AttrFloat32("softcap", NAN)), "softcap is nan"),
+        (lambda model: model.graph[0].replace_input_with(4, None), "key_scales go with a key_cache of codes"),
     ],
-    ids=["opset", "operator", "layout", "unknown mask type", "wrong mask type"],
+    ids=[
+        "opset",
+        "operator",
+        "layout",
+        "unknown mask type",
+        "wrong mask type",
+        "unknown query type",
+        "unknown rank of scales",
+        "window",
+        "softcap",
+        "no scales",
+    ],
 )
 def test_a_model_that_cannot_get_bodies_is_refused_and_unchanged(
     change: Callable[[ir.Model], None], message: str
@@ -180,3 +218,40 @@ def test_a_body_can_be_asked_for_by_signature() -> None:
     assert body(signature).identifier() == (DOMAIN, "UpdateCache", "")
     with pytest.raises(InputError, match="no function body for the operator graphrewrite::Missing"):
         body(Signature("Missing", ()))
+
+
+@pytest.mark.parametrize("case", ["bfloat16", "float32 over bfloat16"])
+def test_types_are_looked_up_through_nodes_that_keep_them(case: str) -> None:
+    # As a pass leaves a graph that it edited: only the inputs of the model have types.
+    arguments = make_sdpa(np.random.default_rng(16), **JOINT_CASES[case])
+    first = joint_call(arguments)
+    caches = node_of(first)
+    query = ir.node("Transpose", [caches.inputs[0]], {"perm": [0, 2, 1, 3]}, outputs=[ir.Value(name="transposed")])
+    back = ir.node("Transpose", query.outputs, {"perm": [0, 2, 1, 3]}, outputs=[ir.Value(name="back")])
+    second = node_of(sdpa_call(replace(arguments, recent_key=None, recent_value=None)), "_2")
+    for position, value in enumerate([*back.outputs, *caches.outputs[1:]]):
+        second.replace_input_with(position, value)
+    second.replace_input_with(3, caches.inputs[5])
+    if "sinks" in first.inputs:
+        second.replace_input_with(11, caches.inputs[7])
+    model = model_of(caches, query, back, second)
+    del model.graph.outputs[1:-1]
+    attach(model)
+    for result in run_session(session(model), first.feeds):
+        assert_attends(result, arguments)
+
+
+def test_the_rank_of_scales_is_looked_up_too() -> None:
+    call = Call("UpdateQuantizedCache", {}, ("codes", "scales", "points"))
+    arguments = make_sdpa(np.random.default_rng(17), start=4)
+    attention = node_of(sdpa_call(arguments))
+    _, key_cache, _, start, scales, points, *_ = attention.inputs
+    call.inputs |= {"value": np.ones((1, 1, 1, 8), np.float32)}
+    value = node_of(call).inputs[0]
+    update = ir.node("UpdateQuantizedCache", [value, key_cache, scales, start, points], domain=DOMAIN, num_outputs=3)
+    for position, output in zip((1, 4, 5), update.outputs, strict=True):
+        attention.replace_input_with(position, output)
+    assert signature_of(attention).static == ()
+    assert signature_of(attention).types[:6] == tuple(
+        ir.DataType[name] if name else None for name in ("FLOAT", "INT8", "INT8", "", "FLOAT", "INT8")
+    )

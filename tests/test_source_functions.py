@@ -9,9 +9,9 @@ import onnx_ir as ir
 import pytest
 
 from graphrewrite.custom_ops.functions import MINIMUM_OPSET, attach
-from tests.calls import INF, NAN, Feeds, model_of, node_of, rows_of, run_body, session, source_call, tolerance
+from tests.calls import INF, NAN, Feeds, assert_attends, model_of, node_of, rows_of, run_body, session, source_call
 from tests.kernels import reference
-from tests.kernels.reference import Array, make_sdpa
+from tests.kernels.reference import Array, make_sdpa, to_layout
 
 
 @pytest.mark.parametrize("opset", [MINIMUM_OPSET, 17, 18, 21, 23, 25])
@@ -102,6 +102,36 @@ def test_dequantize_per_token_equals_torch_bit_for_bit(
     np.testing.assert_array_equal(result, expected.numpy())
 
 
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+@pytest.mark.parametrize(("scales_type", "points_type"), [("float32", "int64"), ("float64", "int8")])
+@pytest.mark.parametrize("opset", [MINIMUM_OPSET, 25])
+def test_the_per_channel_source_operators_equal_torch_bit_for_bit(
+    axis: int, scales_type: str, points_type: str, opset: int
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch.ao.quantization.fx._decomposed")
+    ops = torch.ops.quantized_decomposed
+    random = np.random.default_rng(11)
+    value = random.standard_normal((3, 4, 5), dtype=np.float32)
+    count = value.shape[axis]
+    scales = random.uniform(0.005, 0.02, count).astype(scales_type)
+    points = random.integers(-128, 128, count).astype(points_type)
+    limits = {"axis": axis, "quant_min": -128, "quant_max": 127, "dtype": 3}
+    args = (axis, -128, 127, torch.int8)
+    codes = ops.quantize_per_channel(*map(torch.from_numpy, (value, scales, points)), *args)
+    inputs: Feeds = {"input": value, "scales": scales, "zero_points": points}
+    call = source_call("quantized_decomposed", "quantize_per_channel", inputs, "codes", **limits)
+    np.testing.assert_array_equal(run_body(call, opset)[0], codes.numpy())
+
+    # torch subtracts an int8 zero point in int8, which wraps; the body does not.
+    wide = torch.from_numpy(points).to(torch.int64)
+    for given, zero_points in ((points, wide), (None, None)):
+        expected = ops.dequantize_per_channel(codes, torch.from_numpy(scales), zero_points, *args)
+        inputs = {"input": codes.numpy(), "scales": scales} | ({} if given is None else {"zero_points": given})
+        call = source_call("quantized_decomposed", "dequantize_per_channel", inputs, "values", **limits)
+        np.testing.assert_array_equal(run_body(call, opset)[0], expected.numpy())
+
+
 @pytest.mark.parametrize("with_caches", [False, True])
 @pytest.mark.parametrize(
     "facts",
@@ -133,7 +163,7 @@ def test_the_source_sdpa_with_kv_cache(facts: dict[str, Any], with_caches: bool)
         del model.graph.outputs[1:]
     attach(model)
     output, *caches = session(model).run(None, {k: v for k, v in call.feeds.items() if k != "unused"})
-    np.testing.assert_allclose(output, reference.sdpa(a), rtol=0, atol=tolerance(a))
+    assert_attends(output, a)
     for result, which in zip(caches, ("key", "value"), strict=False):
         np.testing.assert_array_equal(result, a.rows(which))
     assert len(caches) == (2 if with_caches else 0)
@@ -159,7 +189,40 @@ def test_the_source_custom_sdpa(facts: dict[str, Any]) -> None:
         "attn_mask": a.attn_mask,
     }
     call = source_call("llama", "custom_sdpa", inputs, "output", drpout_p=0.0, is_causal=int(a.is_causal))
-    np.testing.assert_allclose(run_body(call)[0], reference.sdpa(a), rtol=0, atol=tolerance(a))
+    assert_attends(run_body(call)[0], a)
+
+
+@pytest.mark.parametrize("is_seq_at_dim_2", [0, 1])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rows": 1, "start": 9, "is_causal": True},
+        {"rows": 3, "start": 4, "scale": 0.3},
+        {"rows": 3, "start": 99, "mask": "float"},  # ignored where there is a mask
+    ],
+    ids=str,
+)
+def test_the_source_custom_quantized_sdpa(facts: dict[str, Any], is_seq_at_dim_2: int) -> None:
+    a = make_sdpa(np.random.default_rng(13), heads=(4, 2), dtype="int8", **facts)
+    layout = ("BSNH", "BNSH")[is_seq_at_dim_2]
+    tensors: Feeds = {"query": a.query, "key": a.key_cache, "value": a.value_cache}
+    parameters: Feeds = {
+        "q_zero_points": a.query_zero_points,
+        "q_scales": a.query_scales,
+        "k_zero_points": a.key_zero_points,
+        "k_scales": a.key_scales,
+        "v_zero_points": a.value_zero_points,
+        "v_scales": a.value_scales,
+    }
+    tensors, parameters = (
+        {name: None if array is None else to_layout(array, layout) for name, array in group.items()}
+        for group in (tensors, parameters)
+    )
+    inputs = tensors | {"start_pos": a.start_pos, "attn_mask": a.attn_mask} | parameters
+    attributes = {"is_causal": int(a.is_causal), "is_seq_at_dim_2": is_seq_at_dim_2}
+    attributes |= {} if a.scale is None else {"scale": a.scale}
+    call = source_call("llama", "custom_quantized_sdpa", inputs, "output", **attributes)
+    assert_attends(run_body(call)[0], a, layout)
 
 
 def test_the_source_update_cache() -> None:
@@ -171,7 +234,12 @@ def test_the_source_update_cache() -> None:
 
 @pytest.mark.parametrize(
     ("indices", "expected"),
-    [([[3, 0], [1, 2]], [[2, 0, 0, 1], [0, 1, 2, 0]]), ([[4, 0]] * 2, None), ([[0, -1]] * 2, None)],
+    [
+        ([[3, 0], [1, 2]], [[2, 0, 0, 1], [0, 1, 2, 0]]),
+        ([[3, 3], [1, 2]], [[0, 0, 0, 2], [0, 1, 2, 0]]),
+        ([[4, 0]] * 2, None),
+        ([[0, -1]] * 2, None),
+    ],
 )
 def test_the_source_update_cache_with_indices(indices: list[list[int]], expected: list[list[int]] | None) -> None:
     value = np.broadcast_to(np.array([1, 2], np.float32).reshape(1, 2, 1, 1), (2, 2, 1, 3))

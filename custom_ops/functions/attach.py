@@ -14,14 +14,9 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from graphrewrite.custom_ops.functions.bodies import MARK, body, has_body
+from graphrewrite.custom_ops.functions.element_types import RETURNED_TYPES
 from graphrewrite.custom_ops.functions.expression import VARIANT
-from graphrewrite.custom_ops.functions.signature import (
-    DOMAIN,
-    RETURNED_TYPES,
-    SOURCE_DOMAINS,
-    Signature,
-    signature_of,
-)
+from graphrewrite.custom_ops.functions.signature import DOMAIN, SOURCE_DOMAINS, Signature, signature_of
 from graphrewrite.errors import InputError
 
 __all__ = ["attach"]
@@ -37,8 +32,8 @@ def attach(model: ir.Model) -> None:
     with the model stays.
 
     Raises:
-        InputError: an operator of the domain `graphrewrite` is unknown, the model's opset is too old, or a signature
-            cannot be read (see `signature_of`). The model is unchanged.
+        InputError: an operator of the domain `graphrewrite` is unknown, the model's opset is too old, a signature
+            cannot be read (see `signature_of`), or the inputs of a node do not go together. The model is unchanged.
     """
     calls = list(_calls(model))
     signatures = _read(model, calls)

@@ -3,41 +3,45 @@
 Legend: B batch, S new tokens, C capacity, n key positions of one part, Hq query heads, Hkv key/value heads,
 G = Hq / Hkv, D head size, kv key positions a mask covers. Tensors called heads first are [B, H, rows, D].
 
-    weights = softmax(scale * query keys^T + mask, over the visible keys)
+    scores  = scale * query keys^T, or softcap * tanh(scale * query keys^T / softcap), + mask
+    weights = softmax(scores over the visible keys, and the sink of the head), without the sink's
     output  = weights values
 
-Row i sees key j where j < valid, and (is_causal) j <= start_pos + i, and the mask is true or above minus infinity.
-Here valid is kv, or without a mask start_pos + S.
+All of it in float32, whatever the element types of query, keys and values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import onnx_ir as ir
 
 from graphrewrite.custom_ops.functions.cache import sequence_axis, write_rows
+from graphrewrite.custom_ops.functions.dequantization import dequantize
 from graphrewrite.custom_ops.functions.expression import Body, Term
-from graphrewrite.custom_ops.functions.quantization import dequantize
 from graphrewrite.custom_ops.functions.signature import DOMAIN, Signature
+from graphrewrite.custom_ops.functions.visibility import Positions, all_of
 
 __all__ = ["CachedRows", "attend"]
 
 _INFINITY = float("inf")
+_FLOAT = ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Keys or values: float rows, or int8 codes with scales and perhaps zero points.
+    """Keys or values: float rows, or codes with scales and perhaps zero points.
 
     `recent`, float rows [B,S,Hkv,D] in the layout of the cache, stands in the place of positions
-    [start_pos, start_pos + S).
+    [start_pos, start_pos + S). `static` says of scales and zero points whether they belong to channels, not to rows.
     """
 
     cache: Term
     scales: Term | None = None
     zero_points: Term | None = None
     recent: Term | None = None
+    static: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class _Extents:
     query_heads: Term
     kv_heads: Term
 
-    def heads(self, width: Term) -> list[Term]:
+    def heads(self, width: Term | int) -> list[Term | int]:
         """[B,Hq,S,width]"""
         return [self.batch, self.query_heads, self.rows, width]
 
@@ -83,89 +87,86 @@ def attend(
     values: CachedRows,
     start: Term,
     mask: Term | None,
+    sinks: Term | None = None,
 ) -> Term:
-    """The attention output in the layout of the query; `start` is int64 [1|B, 1]."""
+    """The attention output, float32 in the layout of the query; `start` is int64 [1|B, 1]."""
     axis = sequence_axis(signature.layout)
     sizes = _Extents(query.size(0), query.size(axis), query.size(3), query.size(3 - axis), keys.cache.size(3 - axis))
-    if mask is None and keys.recent is not None and values.recent is not None:
-        parts = _past_and_recent(signature, body, keys, values, start, sizes.rows)
+    positions = Positions(signature, body, start, sizes.rows)
+    if mask is None:
+        parts = _stored_and_recent(positions, keys, values)
     else:
-        parts = [_whole(signature, body, keys, values, start, sizes.rows, mask)]
+        parts = [_under_mask(positions, keys, values, mask)]
 
-    scaled = _heads_first(query, signature.layout) * _scale(signature, body, sizes.dim)
+    scaled = _heads_first(query.cast(_FLOAT), signature.layout) * _scale(signature, body, sizes.dim)
     grouped = scaled.reshape(sizes.groups(sizes.dim))
-    scores = [_scores(body, grouped, part, sizes) for part in parts]
-    weights = body.Softmax(scores[0] if len(scores) == 1 else body.Concat(*scores, axis=-1), axis=-1)
-    output = _weighted_sum(body, weights if len(parts) == 1 else weights.leading(parts[0].count, 3), parts[0], sizes)
-    for part in parts[1:]:
-        output = output + _weighted_sum(body, weights.trailing(part.count, 3), part, sizes)
+    weights = _softmax(body, [_scores(signature, body, grouped, part, sizes) for part in parts], parts, sinks, sizes)
+    output = _weighted_sum(body, weights[0], parts[0], sizes)
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        output = output + _weighted_sum(body, weight, part, sizes)
     return _heads_first(output.reshape(sizes.heads(sizes.dim)), signature.layout)
 
 
-def _past_and_recent(
-    signature: Signature, body: Body, keys: CachedRows, values: CachedRows, start: Term, rows: Term
-) -> list[_Part]:
-    """The cache before start_pos, and the recent rows: no position of the cache has to be written for reading."""
-    layout = signature.layout
-    before = _largest(body, start)
-    # The source operators have one position for the whole batch.
-    shared = signature.domain != DOMAIN
-    in_past = None if shared else body.count(before) < start.reshape([-1, 1, 1, 1])
-    token = body.count(rows)
-    in_order = token <= token.reshape([-1, 1]) if signature.is_causal else None
-    past = _Part(_read(body, keys, before, layout), _read(body, values, before, layout), before, in_past)
-    assert keys.recent is not None and values.recent is not None
-    return [past, _Part(_heads_first(keys.recent, layout), _heads_first(values.recent, layout), rows, in_order)]
+def _stored_and_recent(positions: Positions, keys: CachedRows, values: CachedRows) -> list[_Part]:
+    """The keys without a mask: of the cache those that some row may see, and the recent rows.
+
+    No position of the cache has to be written for reading.
+    """
+    signature, body = positions.signature, positions.body
+    has_recent = keys.recent is not None and values.recent is not None
+    end = positions.largest_start if has_recent else positions.largest_start + positions.rows
+    spans = [(body.constant([0]), end)]
+    if signature.has_window:
+        begin = body.Min(positions.first_in_window, end)
+        spans = [(begin, end)]
+        if signature.has_sink_tokens:
+            spans.append((body.constant([0]), body.Min(begin, positions.sink_tokens)))
+    parts = []
+    for begin, end in spans:
+        key = body.count(end, begin)
+        conditions = positions.near(key, causal=signature.is_causal and not has_recent)
+        # The source operators have one position for the whole batch.
+        if has_recent and signature.domain == DOMAIN:
+            conditions.append(key < positions.first)
+        elif not has_recent and not signature.is_causal:
+            conditions.append(key < positions.first + positions.rows)
+        key_rows, value_rows = (_read(body, cached, begin, end, signature.layout) for cached in (keys, values))
+        parts.append(_Part(key_rows, value_rows, end - begin, all_of(conditions)))
+    if keys.recent is not None and values.recent is not None:
+        own = positions.first + body.count(positions.rows)
+        visible = all_of(positions.near(own, causal=signature.is_causal))
+        key_rows, value_rows = (
+            _heads_first(rows.cast(_FLOAT), signature.layout) for rows in (keys.recent, values.recent)
+        )
+        parts.append(_Part(key_rows, value_rows, positions.rows, visible))
+    return parts
 
 
-def _whole(
-    signature: Signature,
-    body: Body,
-    keys: CachedRows,
-    values: CachedRows,
-    start: Term,
-    rows: Term,
-    mask: Term | None,
-) -> _Part:
-    """All positions that are read as one part, recent rows laid over the cache's."""
-    width = _largest(body, start) + rows if mask is None else mask.size(-1)
-    reads = width
-    if mask is not None and keys.recent is not None:
+def _under_mask(positions: Positions, keys: CachedRows, values: CachedRows, mask: Term) -> _Part:
+    """All keys the mask covers as one part, recent rows laid over the cache's."""
+    signature, body = positions.signature, positions.body
+    reads = width = mask.size(-1)
+    if keys.recent is not None:
         # Recent rows reach beyond a narrower mask.
-        reads = body.Max(width, _largest(body, start) + rows)
+        reads = body.Max(width, positions.largest_start + positions.rows)
+    key = body.count(reads)
+    conditions = positions.near(key, causal=signature.is_causal)
+    if reads is not width:
+        # Positions beyond the mask are hidden; until then they get any value of it.
+        mask = body.Gather(mask, body.Min(key, width - 1), axis=-1)
+        conditions.append(key < width)
+    is_bool = mask.dtype == ir.DataType.BOOL
+    bias = None if is_bool else mask.cast(_FLOAT)
+    conditions.append(mask if bias is None else ~bias.equals(-_INFINITY))
 
     def rows_of(cached: CachedRows) -> Term:
-        read = _read(body, cached, reads, signature.layout)
+        read = _read(body, cached, body.constant([0]), reads, signature.layout)
         if cached.recent is None:
             return read
-        return write_rows(body, _heads_first(cached.recent, signature.layout), read, start, "BNSH")
+        slots = positions.start + body.count(positions.rows)
+        return write_rows(body, _heads_first(cached.recent.cast(_FLOAT), signature.layout), read, slots, "BNSH")
 
-    key = body.count(reads)
-    first = start.reshape([-1, 1, 1, 1])
-    conditions = []
-    bias = None
-    if signature.is_causal:
-        conditions.append(key <= first + body.count(rows).reshape([-1, 1]))
-    elif mask is None:
-        conditions.append(key < first + rows)
-    if mask is not None:
-        if reads is not width:
-            # Positions beyond the mask are hidden; until then they get any value of it.
-            mask = body.Gather(mask, body.Min(key, width - 1), axis=-1)
-            conditions.append(key < width)
-        is_bool = mask.dtype == ir.DataType.BOOL
-        bias = None if is_bool else mask
-        conditions.append(mask if is_bool else ~mask.equals(-_INFINITY))
-    visible = conditions[0]
-    for condition in conditions[1:]:
-        visible = visible & condition
-    return _Part(rows_of(keys), rows_of(values), reads, visible, bias)
-
-
-def _largest(body: Body, start: Term) -> Term:
-    """The largest start position as int64 [1]; 0 for an empty batch."""
-    padded = body.Concat(start.reshape([-1]), body.constant([0]), axis=0)
-    return body.reduce("ReduceMax", padded).reshape([1])
+    return _Part(rows_of(keys), rows_of(values), reads, all_of(conditions), bias)
 
 
 def _heads_first(tensor: Term, layout: str) -> Term:
@@ -176,26 +177,51 @@ def _heads_first(tensor: Term, layout: str) -> Term:
 def _scale(signature: Signature, body: Body, dim: Term) -> Term:
     if signature.has_scale:
         return body.attribute("scale", ir.AttributeType.FLOAT)
-    return 1.0 / body.Sqrt(dim.cast(ir.DataType.FLOAT))
+    return 1.0 / body.Sqrt(dim.cast(_FLOAT))
 
 
-def _read(body: Body, cached: CachedRows, count: Term, layout: str) -> Term:
-    """The first `count` rows of a cache, heads first, as float32."""
-    tensors = [tensor for tensor in (cached.cache, cached.scales, cached.zero_points) if tensor is not None]
-    # Codes are permuted before they are widened to four times the bytes.
-    rows, *parameters = (_heads_first(tensor.leading(count, sequence_axis(layout)), layout) for tensor in tensors)
-    return dequantize(body, rows, *parameters) if parameters else rows
+def _read(body: Body, cached: CachedRows, begin: Term, end: Term, layout: str) -> Term:
+    """Rows begin, .., end - 1 of a cache, heads first, as float32."""
+
+    def read(tensor: Term) -> Term:
+        # Codes are permuted before they are widened to four times the bytes.
+        return _heads_first(tensor.between(begin, end, sequence_axis(layout)), layout)
+
+    rows = read(cached.cache)
+    if cached.scales is None:
+        return rows.cast(_FLOAT)
+    static_scales, static_zero_points = cached.static
+    scales = cached.scales if static_scales else read(cached.scales)
+    zero_points = cached.zero_points
+    if zero_points is not None and not static_zero_points:
+        zero_points = read(zero_points)
+    return dequantize(body, rows, scales, zero_points, cached.static)
 
 
-def _scores(body: Body, query: Term, part: _Part, sizes: _Extents) -> Term:
+def _scores(signature: Signature, body: Body, query: Term, part: _Part, sizes: _Extents) -> Term:
     """[B,Hq,S,n], minus infinity where a row does not see a key."""
     # The reshape between this transpose and the one that put the heads first keeps runtimes from joining the two into
     # one slow copy; this one is then part of the matrix product.
     transposed = part.keys.reshape(sizes.keys(part.count)).transpose(0, 2, 1)
     scores = (query @ transposed).reshape(sizes.heads(part.count))
+    if signature.has_softcap:
+        softcap = body.attribute("softcap", ir.AttributeType.FLOAT)
+        scores = body.Tanh(scores / softcap) * softcap
     if part.bias is not None:
         scores = scores + part.bias
     return scores if part.visible is None else body.where(part.visible, scores, -_INFINITY)
+
+
+def _softmax(body: Body, scores: list[Term], parts: list[_Part], sinks: Term | None, sizes: _Extents) -> list[Term]:
+    """The weights of each part, [B,Hq,S,n]. Those of a row that sees nothing, and has no sink, are NaN."""
+    if sinks is not None:
+        # A key of every row that has no value: its weight is left out.
+        scores = [*scores, sinks.cast(_FLOAT).reshape([1, -1, 1, 1]).expand(sizes.heads(1))]
+    if len(scores) == 1:
+        return [body.Softmax(scores[0], axis=-1)]
+    weights = body.Softmax(body.Concat(*scores, axis=-1), axis=-1)
+    ends = list(accumulate((part.count for part in parts), lambda end, count: end + count))
+    return [weights.between(begin, end, 3) for begin, end in zip([body.constant([0]), *ends], ends, strict=False)]
 
 
 def _weighted_sum(body: Body, weights: Term, part: _Part, sizes: _Extents) -> Term:
@@ -211,13 +237,13 @@ def _weighted_sum(body: Body, weights: Term, part: _Part, sizes: _Extents) -> Te
     # A row that sees nothing has NaN for weights.
     weights = body.where(visible, weights, 0.0).reshape(groups)
     product = weights @ values
-    not_finite = body.ReduceSum(body.IsNaN(product - product).cast(ir.DataType.FLOAT), keepdims=0) > 0.0
+    not_finite = body.ReduceSum(body.IsNaN(product - product).cast(_FLOAT), keepdims=0) > 0.0
 
     def careful() -> Term:
-        seen = visible.expand(sizes.heads(part.count)).cast(ir.DataType.FLOAT).reshape(groups)
+        seen = visible.expand(sizes.heads(part.count)).cast(_FLOAT).reshape(groups)
 
         def where_seen(condition: Term, value: float) -> Term:
-            return body.where(seen @ condition.cast(ir.DataType.FLOAT) > 0.0, value, 0.0)
+            return body.where(seen @ condition.cast(_FLOAT) > 0.0, value, 0.0)
 
         result = weights @ body.where(body.IsNaN(values - values), 0.0, values)
         result = result + where_seen(values.equals(_INFINITY), _INFINITY)

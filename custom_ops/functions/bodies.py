@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from graphrewrite.custom_ops.functions import cache, per_token, sdpa
+from graphrewrite.custom_ops.functions import cache, per_channel, per_token, quantized_cache, sdpa
 from graphrewrite.custom_ops.functions.expression import VARIANT, Body
 from graphrewrite.custom_ops.functions.signature import DOMAIN, Signature
 from graphrewrite.errors import InputError
@@ -22,30 +22,59 @@ MARK = "graphrewrite.signature"
 # Attributes a node may carry, with the default of the operator; None: the node gives it or does without.
 _Attributes = dict[str, "str | int | float | None"]
 _LAYOUT: _Attributes = {"layout": "BSNH"}
+_WRITE: _Attributes = {**_LAYOUT, "write_mode": "linear"}
 _SDPA: _Attributes = {"is_causal": 0, "scale": None}
+_OUR_SDPA: _Attributes = {**_LAYOUT, **_SDPA, "softcap": 0.0, "window": 0, "sink_tokens": 0}
 _SOURCE_SDPA: _Attributes = {"drpout_p": 0.0, **_SDPA}
 _CHOOSE: _Attributes = {"dtype": ir.DataType.INT8.value}
-_QUANTIZE: _Attributes = {"quant_min": -128, "quant_max": 127, **_CHOOSE}
+_RANGE: _Attributes = {"quant_min": -128, "quant_max": 127}
+_QUANTIZE: _Attributes = {**_RANGE, **_CHOOSE}
+_AFTER: _Attributes = {"rounding": "after_zero_point"}
+_BEFORE: _Attributes = {"rounding": "before_zero_point"}
+_AXIS: _Attributes = {"axis": -1}
 
-_BODIES: dict[tuple[str, str], tuple[Callable[[Signature, Body], None], _Attributes]] = {
-    (DOMAIN, "UpdateCache"): (cache.update_cache, _LAYOUT),
-    (DOMAIN, "UpdateQuantizedCache"): (cache.update_quantized_cache, {**_LAYOUT, "scheme": "asymmetric"}),
-    (DOMAIN, "CustomSdpa"): (sdpa.custom_sdpa, {**_LAYOUT, **_SDPA}),
-    (DOMAIN, "SdpaWithKvCache"): (sdpa.sdpa_with_kv_cache, {**_LAYOUT, **_SDPA}),
-    ("llama", "update_cache"): (cache.update_cache, {}),
-    ("llama", "update_cache_with_indices"): (cache.update_cache_with_indices, {}),
-    ("llama", "custom_sdpa"): (sdpa.source_custom_sdpa, _SOURCE_SDPA),
-    ("llama", "sdpa_with_kv_cache"): (sdpa.source_sdpa_with_kv_cache, _SOURCE_SDPA),
-    ("quantized_decomposed", "choose_qparams_per_token"): (per_token.choose_qparams_per_token, _CHOOSE),
-    ("quantized_decomposed", "choose_qparams_per_token_asymmetric"): (
-        per_token.choose_qparams_per_token_asymmetric,
-        _CHOOSE,
+_Build = Callable[[Signature, Body], None]
+_OURS: dict[str, tuple[_Build, _Attributes]] = {
+    "UpdateCache": (cache.update_cache, _WRITE),
+    "UpdateCacheWithIndices": (cache.update_cache_with_indices, _LAYOUT),
+    "UpdateQuantizedCache": (
+        quantized_cache.update_quantized_cache,
+        {**_WRITE, **_AFTER, "scheme": "asymmetric"},
     ),
-    ("quantized_decomposed", "quantize_per_token"): (per_token.quantize_per_token, _QUANTIZE),
-    ("quantized_decomposed", "dequantize_per_token"): (
-        per_token.dequantize_per_token,
+    "CustomSdpa": (sdpa.custom_sdpa, _OUR_SDPA),
+    "CustomQuantizedSdpa": (sdpa.custom_quantized_sdpa, _OUR_SDPA),
+    "SdpaWithKvCache": (sdpa.sdpa_with_kv_cache, _OUR_SDPA),
+    "ChooseQParamsPerToken": (per_token.choose_qparams_per_token, {"scheme": "asymmetric"}),
+    "QuantizePerToken": (per_token.quantize_per_token, {**_RANGE, **_AFTER}),
+    "DequantizePerToken": (per_token.dequantize_per_token, {}),
+    "QuantizePerChannel": (per_channel.quantize_per_channel, {**_RANGE, **_BEFORE, **_AXIS}),
+    "DequantizePerChannel": (per_channel.dequantize_per_channel, _AXIS),
+}
+_LLAMA: dict[str, tuple[_Build, _Attributes]] = {
+    "update_cache": (cache.update_cache, {}),
+    "update_cache_with_indices": (cache.update_cache_with_source_indices, {}),
+    "custom_sdpa": (sdpa.source_custom_sdpa, _SOURCE_SDPA),
+    "custom_quantized_sdpa": (sdpa.source_custom_quantized_sdpa, {**_SOURCE_SDPA, "is_seq_at_dim_2": 0}),
+    "sdpa_with_kv_cache": (sdpa.source_sdpa_with_kv_cache, _SOURCE_SDPA),
+}
+_QUANTIZED_DECOMPOSED: dict[str, tuple[_Build, _Attributes]] = {
+    "choose_qparams_per_token": (per_token.source_choose_qparams_per_token, _CHOOSE),
+    "choose_qparams_per_token_asymmetric": (per_token.source_choose_qparams_per_token_asymmetric, _CHOOSE),
+    "quantize_per_token": (per_token.source_quantize_per_token, _QUANTIZE),
+    "dequantize_per_token": (
+        per_token.source_dequantize_per_token,
         {**_QUANTIZE, "output_dtype": ir.DataType.FLOAT.value},
     ),
+    "quantize_per_channel": (per_channel.source_quantize_per_channel, {**_QUANTIZE, **_AXIS}),
+    "dequantize_per_channel": (
+        per_channel.source_dequantize_per_channel,
+        {**_QUANTIZE, **_AXIS, "out_dtype": ir.DataType.FLOAT.value},
+    ),
+}
+_BODIES = {
+    (domain, name): entry
+    for domain, entries in ((DOMAIN, _OURS), ("llama", _LLAMA), ("quantized_decomposed", _QUANTIZED_DECOMPOSED))
+    for name, entry in entries.items()
 }
 
 

@@ -62,6 +62,9 @@ class Term:
     def __rtruediv__(self, other: Number) -> Term:
         return self.body.op("Div", other, self)
 
+    def __mod__(self, other: Operand) -> Term:
+        return self.body.op("Mod", self, other)
+
     def __neg__(self) -> Term:
         return self.body.op("Neg", self)
 
@@ -76,6 +79,9 @@ class Term:
 
     def __gt__(self, other: Operand) -> Term:
         return self.body.op("Greater", self, other)
+
+    def __ge__(self, other: Operand) -> Term:
+        return self.body.op("GreaterOrEqual", self, other)
 
     def __and__(self, other: Term) -> Term:
         return self.body.op("And", self, other)
@@ -115,14 +121,12 @@ class Term:
     def transpose(self, *permutation: int) -> Term:
         return self.body.op("Transpose", self, perm=permutation)
 
-    def leading(self, count: Term, axis: int) -> Term:
-        """The first `count` (int64 [1]) entries along `axis`."""
-        return self.body.op("Slice", self, self.body.constant([0]), count, self.body.constant([axis]))
+    def unsqueeze(self, *axes: int) -> Term:
+        return self.body.op("Unsqueeze", self, self.body.constant(axes))
 
-    def trailing(self, count: Term, axis: int) -> Term:
-        """The last `count` (int64 [1]) entries along `axis`."""
-        size = self.size(axis)
-        return self.body.op("Slice", self, size - count, size, self.body.constant([axis]))
+    def between(self, begin: Term, end: Term, axis: int) -> Term:
+        """The entries begin, .., end - 1 (int64 [1]) along `axis`."""
+        return self.body.op("Slice", self, begin, end, self.body.constant([axis]))
 
 
 class Body:
@@ -136,13 +140,15 @@ class Body:
         self._absent: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._constants: dict[tuple[str, tuple[int, ...], bytes], Term] = {}
+        self._attributes: dict[str, Term] = {}
         self._shapes: dict[int, Term] = {}
         self._names: dict[str, int] = {}
 
     def input(self, name: str, dtype: ir.DataType | None = None) -> Term:
         """Declares the next formal input. The first one passes only calls that are meant for this variant."""
         term = Term(self, ir.Value(name=name), dtype)
-        self._inputs.append(term.value)
+        self._inputs += [*self._absent, term.value]
+        self._absent = []
         if self._variant is None or len(self._inputs) > 1:
             return term
         is_meant = self.attribute(VARIANT, ir.AttributeType.INT).equals(self._variant)
@@ -156,8 +162,6 @@ class Body:
         if not present:
             self._absent.append(ir.Value(name=name))
             return None
-        self._inputs += self._absent
-        self._absent = []
         return self.input(name, dtype)
 
     def output(self, name: str, term: Term) -> None:
@@ -232,9 +236,12 @@ class Body:
             ir.AttributeType.FLOAT: ("value_float", ir.DataType.FLOAT),
             ir.AttributeType.INT: ("value_int", ir.DataType.INT64),
         }[kind]
-        value = ir.Value(name=self._fresh(name))
-        self._scopes[0].append(ir.Node("", "Constant", [], attributes=[ir.RefAttr(field, name, kind)], outputs=[value]))
-        return Term(self, value, dtype)
+        if name not in self._attributes:
+            term = Term(self, ir.Value(name=self._fresh(name)), dtype)
+            reference = ir.RefAttr(field, name, kind)
+            self._scopes[0].append(ir.Node("", "Constant", [], attributes=[reference], outputs=[term.value]))
+            self._attributes[name] = term
+        return self._attributes[name]
 
     def shape(self, term: Term) -> Term:
         """The shape of a term as an int64 tensor, computed once per term and scope."""
@@ -252,9 +259,10 @@ class Body:
         parts = [extent if isinstance(extent, Term) else self.constant([extent]) for extent in dimensions]
         return self.op("Concat", *parts, axis=0)
 
-    def count(self, extent: Term) -> Term:
-        """0, 1, .., extent - 1 for an extent of shape [1]."""
-        return self.op("Range", 0, self.op("Squeeze", extent, self.constant([0])), 1, dtype=ir.DataType.INT64)
+    def count(self, extent: Term, begin: Term | None = None) -> Term:
+        """begin, begin + 1, .., extent - 1, from 0 without a `begin`, for int64 terms of shape [1]."""
+        ends = [0 if term is None else self.op("Squeeze", term, self.constant([0])) for term in (begin, extent)]
+        return self.op("Range", *ends, 1, dtype=ir.DataType.INT64)
 
     def reduce(self, op_type: str, term: Term, axis: int | None = None) -> Term:
         """ReduceMin or ReduceMax along one axis, which stays with extent 1, or over all elements to a scalar."""
@@ -278,7 +286,7 @@ class Body:
         ONNX has no assertion. Taking element 0 of a tensor with a single element is the identity, and taking element
         1 is out of range, which every runtime reports together with the node's name: the sentence that was violated.
         """
-        one = self.op("Unsqueeze", term, self.constant([0]))
+        one = term.unsqueeze(0)
         return self.op("Gather", one, (~condition).cast(ir.DataType.INT64), axis=0, name=sentence)
 
     def choose(self, condition: Term, chosen: Callable[[], Term], other: Callable[[], Term]) -> Term:

@@ -13,6 +13,24 @@ struct RowsArguments {
     const GrTensor *cache, *scales, *zero_points, *recent;
 };
 
+// Of a dtype that attention reads.
+Element element_of(const Argument& argument) {
+    switch (argument.dtype()) {
+    case GR_FLOAT16:
+        return Element::Half;
+    case GR_BFLOAT16:
+        return Element::BFloat;
+    case GR_INT8:
+        return Element::Int8;
+    case GR_UINT8:
+        return Element::Int4;
+    case GR_BOOL:
+        return Element::Bool;
+    default:
+        return Element::Float;
+    }
+}
+
 class Checker {
 public:
     Checker(const char* op, const AttentionArguments& arguments)
@@ -23,6 +41,7 @@ public:
     Attention run() {
         Attention a{};
         check_sizes(a);
+        check_query(a);
         a.start = check_positions(op_, arguments_.start_pos, a.batch, a.rows, capacity_);
         keep_apart(Argument(op_, "start_pos", arguments_.start_pos));
         if ((arguments_.recent_key == nullptr) != (arguments_.recent_value == nullptr))
@@ -34,72 +53,145 @@ public:
             check_rows(a, {"value_cache", "value_scales", "value_zero_points", "recent_value", arguments_.value_cache,
                            arguments_.value_scales, arguments_.value_zero_points, arguments_.recent_value});
         check_mask(a);
-        a.causal = arguments_.causal;
-        a.scale = arguments_.scale != nullptr ? *arguments_.scale : 1.0f / std::sqrt(static_cast<float>(a.dim));
-        if (a.dim > 0)
-            check_scale(op_, a.scale);
+        check_sinks(a);
+        check_options(a);
         return a;
     }
 
 private:
     void check_sizes(Attention& a) {
-        query_.require_dtype({GR_FLOAT});
-        key_.require_dtype({GR_FLOAT, GR_INT8});
-        output_.require_dtype({GR_FLOAT});
+        key_.require_dtype({GR_FLOAT, GR_FLOAT16, GR_BFLOAT16, GR_INT8, GR_UINT8});
         a.batch = query_.size(kBatch);
         a.rows = query_.size(kSequence);
         a.query_heads = query_.size(kHead);
         a.dim = query_.size(kDim);
         a.kv_heads = key_.size(kHead);
         capacity_ = key_.size(kSequence);
-        key_.require_shape(a.batch, capacity_, a.kv_heads, a.dim, "with the batch and head size of query");
+        if (key_.dtype() == GR_UINT8 && a.dim % 2 != 0)
+            fail(op_, "the head size ", a.dim, " of query is odd, and the int4 key_cache has two codes a byte");
+        require_cache_shape(a, key_, "with the batch and head size of query");
         if (a.kv_heads == 0 || a.query_heads % a.kv_heads != 0)
             fail(op_, "query has ", a.query_heads, " heads, not a multiple of the ", a.kv_heads, " heads of key_cache");
         a.group = a.query_heads / a.kv_heads;
         output_.require_shape(a.batch, a.rows, a.query_heads, a.dim, "like query");
         require_writable(output_);
+    }
+
+    void require_cache_shape(const Attention& a, const View& cache, const char* reason) const {
+        const bool is_int4 = key_.dtype() == GR_UINT8;
+        cache.require_shape(a.batch, capacity_, a.kv_heads, is_int4 ? a.dim / 2 : a.dim,
+                            is_int4 ? (std::string(reason) + ", two int4 codes a byte").c_str() : reason);
+    }
+
+    void check_query(Attention& a) const {
+        const bool is_quantized = arguments_.query_scales != nullptr;
+        if (is_quantized) {
+            query_.require_dtype({GR_INT8});
+            output_.require_dtype({GR_FLOAT});
+            a.query_scales = check_query_companion(a, "query_scales", arguments_.query_scales, GR_FLOAT);
+            if (arguments_.query_zero_points != nullptr)
+                a.query_zero_points =
+                    check_query_companion(a, "query_zero_points", arguments_.query_zero_points, GR_INT8);
+        } else {
+            query_.require_dtype({GR_FLOAT, GR_FLOAT16, GR_BFLOAT16});
+            output_.require_dtype({query_.dtype()});
+        }
         keep_apart(query_);
         a.query = query_.strided();
         a.output = output_.strided();
+        a.query_element = element_of(query_);
+        a.exact = element_of(output_);
     }
 
-    void keep_apart(const Argument& input) const { require_disjoint(output_, input, false); }
-
-    // One of the cache's companions that hold one element a row.
-    Strided check_per_row(const Attention& a, const char* name, const GrTensor* tensor, std::int32_t dtype) const {
+    Strided check_query_companion(const Attention& a, const char* name, const GrTensor* tensor,
+                                  std::int32_t dtype) const {
         const View view(op_, name, tensor, arguments_.layout);
         view.require_dtype({dtype});
-        view.require_shape(a.batch, capacity_, a.kv_heads, 1, "like the cache with one element a row");
+        view.require_shape(a.batch, a.rows, a.query_heads, 1, "like query with one element a row");
         keep_apart(view);
         return view.strided();
     }
+
+    void keep_apart(const Argument& input) const { require_disjoint(output_, input, false); }
 
     CachedRows check_rows(const Attention& a, const RowsArguments& rows) const {
         CachedRows result{};
         const View cache(op_, rows.cache_name, rows.cache, arguments_.layout);
         cache.require_dtype({key_.dtype()});
-        cache.require_shape(a.batch, capacity_, a.kv_heads, a.dim, "like key_cache");
+        require_cache_shape(a, cache, "like key_cache");
         keep_apart(cache);
         result.cache = cache.strided();
-        result.quantized = cache.dtype() == GR_INT8;
-        if (result.quantized && rows.scales == nullptr)
-            fail(op_, rows.scales_name, " is missing, and the int8 ", rows.cache_name, " needs it");
-        for (const auto& [name, tensor] :
-             {std::pair{rows.scales_name, rows.scales}, std::pair{rows.zero_points_name, rows.zero_points}})
-            if (!result.quantized && tensor != nullptr)
-                fail(op_, name, " is given, but ", rows.cache_name, " is float32 and takes none");
-        if (rows.scales != nullptr)
-            result.scales = check_per_row(a, rows.scales_name, rows.scales, GR_FLOAT);
-        if (rows.zero_points != nullptr)
-            result.zero_points = check_per_row(a, rows.zero_points_name, rows.zero_points, GR_INT8);
+        result.element = element_of(cache);
+        check_parameters(a, rows, cache, result);
         if (rows.recent != nullptr) {
             const View recent(op_, rows.recent_name, rows.recent, arguments_.layout);
-            recent.require_dtype({GR_FLOAT});
+            recent.require_dtype({output_.dtype()});
             recent.require_shape(a.batch, a.rows, a.kv_heads, a.dim, "for the new rows");
             keep_apart(recent);
             result.recent = recent.strided();
         }
         return result;
+    }
+
+    void check_parameters(const Attention& a, const RowsArguments& rows, const View& cache, CachedRows& result) const {
+        if (!is_quantized(result.element)) {
+            for (const auto& [name, tensor] :
+                 {std::pair{rows.scales_name, rows.scales}, std::pair{rows.zero_points_name, rows.zero_points}})
+                if (tensor != nullptr)
+                    fail(op_, name, " is given, but ", rows.cache_name, " is ", dtype_name(cache.dtype()),
+                         " and takes none");
+            return;
+        }
+        if (rows.scales == nullptr)
+            fail(op_, rows.scales_name, " is missing, and the ", result.element == Element::Int4 ? "int4 " : "int8 ",
+                 rows.cache_name, " needs it");
+        const Argument scales(op_, rows.scales_name, rows.scales);
+        scales.require_dtype({GR_FLOAT, GR_DOUBLE});
+        result.scales = check_granularity(a, scales);
+        result.wide_scales = scales.dtype() == GR_DOUBLE;
+        if (result.wide_scales && rows.scales->rank == 4)
+            fail(op_, rows.scales_name, " of shape ", shape_text(*rows.scales),
+                 " has element type float64, which only scales that hold for all rows may have; expected float32");
+        if (rows.zero_points == nullptr)
+            return;
+        const Argument zero_points(op_, rows.zero_points_name, rows.zero_points);
+        zero_points.require_dtype({cache.dtype()});
+        result.zero_points = check_granularity(a, zero_points);
+        if (rows.scales->rank == 4 && rows.zero_points->rank == 4 && result.zero_points.group != result.scales.group)
+            fail(op_, rows.zero_points_name, " has shape ", shape_text(*rows.zero_points), ", but ", rows.scales_name,
+                 " has shape ", shape_text(*rows.scales), ": the numbers of groups differ");
+    }
+
+    // Scales or zero points for each row, in groups along it, or for all rows.
+    Parameters check_granularity(const Attention& a, const Argument& argument) const {
+        const GrTensor& tensor = argument.tensor();
+        keep_apart(argument);
+        if (tensor.rank == 4) {
+            const View view(op_, argument.name(), &tensor, arguments_.layout);
+            const std::int64_t groups = view.size(kDim);
+            view.require_shape(a.batch, capacity_, a.kv_heads, groups, "like the cache with one element a group");
+            if (groups == 0 || a.dim % groups != 0)
+                fail(op_, argument.name(), " has shape ", shape_text(tensor), ", and the head size ", a.dim,
+                     " does not fall into ", groups, " equal groups");
+            return {view.strided(), a.dim / groups};
+        }
+        const auto is = [&](std::initializer_list<std::int64_t> shape) {
+            bool equal = tensor.rank == static_cast<std::int32_t>(shape.size());
+            for (std::int32_t d = 0; equal && d < tensor.rank; ++d)
+                equal = tensor.shape[d] == shape.begin()[d];
+            return equal;
+        };
+        if (is({}) || is({1}))
+            return {{tensor.data, {0, 0, 0, 0}}, a.dim};
+        if (is({a.dim}))
+            return {{tensor.data, {0, 0, 0, argument.stride(0)}}, 1};
+        if (is({a.kv_heads, 1}))
+            return {{tensor.data, {0, 0, argument.stride(0), 0}}, a.dim};
+        if (is({a.kv_heads, a.dim}))
+            return {{tensor.data, {0, 0, argument.stride(0), argument.stride(1)}}, 1};
+        fail(op_, argument.name(), " has shape ", shape_text(tensor),
+             ", expected rank 4 with one element a group, or [], [1], [", a.dim, "], [", a.kv_heads, ",1] or [",
+             a.kv_heads, ",", a.dim, "] for all rows");
     }
 
     void check_mask(Attention& a) const {
@@ -108,7 +200,7 @@ private:
             return;
         const Argument mask(op_, "attn_mask", arguments_.attn_mask);
         const GrTensor& tensor = mask.tensor();
-        mask.require_dtype({GR_BOOL, GR_FLOAT});
+        mask.require_dtype({GR_BOOL, GR_FLOAT, GR_FLOAT16, GR_BFLOAT16});
         if (tensor.rank < 2 || tensor.rank > 4)
             fail(op_, "attn_mask has shape ", shape_text(tensor), ", expected rank 2, 3 or 4");
         // Broadcast from the right over [B, Hq, S]; the keys are never broadcast.
@@ -129,11 +221,31 @@ private:
         keep_apart(mask);
         a.mask.stride[3] = mask.stride(keys);
         a.mask.data = tensor.data;
-        a.mask_is_bool = tensor.dtype == GR_BOOL;
+        a.mask_element = element_of(mask);
         // A mask without keys may come without data, but it still hides everything.
         static char nothing;
         if (a.mask.data == nullptr)
             a.mask.data = &nothing;
+    }
+
+    void check_sinks(Attention& a) const {
+        if (arguments_.sinks == nullptr)
+            return;
+        const Argument sinks(op_, "sinks", arguments_.sinks);
+        sinks.require_dtype({output_.dtype()});
+        if (sinks.tensor().rank != 1 || sinks.tensor().shape[0] != a.query_heads)
+            fail(op_, "sinks has shape ", shape_text(sinks.tensor()), ", expected [", a.query_heads,
+                 "], one for each head of query");
+        keep_apart(sinks);
+        a.sinks = {sinks.tensor().data, {0, 0, sinks.stride(0), 0}};
+    }
+
+    void check_options(Attention& a) const {
+        a.causal = arguments_.causal;
+        a.scale = arguments_.scale != nullptr ? *arguments_.scale : 1.0f / std::sqrt(static_cast<float>(a.dim));
+        a.softcap = arguments_.softcap;
+        a.window = arguments_.window;
+        a.sink_tokens = arguments_.sink_tokens;
     }
 
     const char* op_;
@@ -143,11 +255,6 @@ private:
 };
 
 } // namespace
-
-void check_scale(const char* op, float scale) {
-    if (!std::isfinite(scale))
-        fail(op, "scale ", std::to_string(scale), " is not finite");
-}
 
 Attention check_attention(const char* op, const AttentionArguments& arguments) {
     return Checker(op, arguments).run();

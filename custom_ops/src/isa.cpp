@@ -51,11 +51,12 @@ std::uint64_t saved_state() {
 }
 
 bool has_avx2() {
-    constexpr std::uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kAvx = 1u << 28, kAvx2 = 1u << 5;
+    constexpr std::uint32_t kFma = 1u << 12, kOsxsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+    constexpr std::uint32_t kAvx2 = 1u << 5;
     constexpr std::uint64_t kXmmYmm = 6;
     if (cpuid(0).eax < 7)
         return false;
-    constexpr std::uint32_t kFirst = kFma | kOsxsave | kAvx;
+    constexpr std::uint32_t kFirst = kFma | kOsxsave | kAvx | kF16c;
     return (cpuid(1).ecx & kFirst) == kFirst && (cpuid(7).ebx & kAvx2) != 0 && (saved_state() & kXmmYmm) == kXmmYmm;
 }
 

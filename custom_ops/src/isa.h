@@ -1,22 +1,16 @@
 // Which instruction set the kernels use, and the kernels that each one brings.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
+#include "quantize.h"
 
 namespace gr {
-
-// Quantizes one row of `dim` floats, all contiguous. Bit for bit what torch's quantized_decomposed operators compute.
-using QuantizeRow = void (*)(const float* row, std::int64_t dim, std::int8_t* codes, float* scale,
-                             std::int8_t* zero_point);
 
 // The kernels of one instruction set.
 struct Kernels {
     const char* name;
     const AttentionKernels* attention; // NULL: the reference
-    QuantizeRow quantize_asymmetric;
-    QuantizeRow quantize_symmetric;
+    const QuantizationKernels* quantization;
 };
 
 // The kernels in use. Throws InvalidArgument, the message led by `op`, when GRAPHREWRITE_ISA cannot be followed.

@@ -1,25 +1,86 @@
-// The parameters of one quantized row, from its extremes.
+// The arithmetic of quantization: what the kernels of an instruction set compute for runs of elements, and the scale
+// and zero point of one row. The numerics are those of torch's quantized_decomposed operators, bit for bit.
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 
 namespace gr {
 
-struct AsymmetricParameters {
+// How a value x becomes a code, with all arithmetic in F and ties rounded to even:
+//     v = x * (1 / scale), or x / scale where `divide`
+//     code = clamp(round(v + zero_point), low, high), or
+//            clamp(round(v) + zero_point, low, high) where `round_first`
+// A NaN there gives code 0, as torch's conversion of NaN to an integer does.
+template <typename F> struct QuantizeRule {
+    F low, high; // within [-128, 127]
+    bool round_first, divide;
+};
+
+template <typename F> struct QuantizeKernels {
+    // One scale and zero point for `count` elements.
+    void (*run)(const float* values, std::int64_t count, F scale, F zero_point, const QuantizeRule<F>& rule,
+                std::int8_t* codes);
+    // For each element its own. `zero_points` NULL: 0.
+    void (*each)(const float* values, std::int64_t count, const F* scales, const F* zero_points,
+                 const QuantizeRule<F>& rule, std::int8_t* codes);
+};
+
+// float((code - zero_point) * scale), with the difference exact and the product in F. Zero is F, for zero points up to
+// kLargestNarrowZeroPoint in magnitude, or int64.
+template <typename Q, typename F, typename Zero> struct DequantizeKernels {
+    void (*run)(const Q* codes, std::int64_t count, F scale, Zero zero_point, float* values);
+    // `zero_points` NULL: 0.
+    void (*each)(const Q* codes, std::int64_t count, const F* scales, const Zero* zero_points, float* values);
+};
+
+constexpr std::int64_t kLargestNarrowZeroPoint = std::int64_t{1} << 23;
+
+// The least and the largest of a row and 0; both NaN when the row has one.
+struct Extremes {
+    float lowest, highest;
+};
+
+// The kernels of one instruction set.
+struct QuantizationKernels {
+    Extremes (*extremes)(const float* row, std::int64_t count);
+    std::tuple<QuantizeKernels<float>, QuantizeKernels<double>> quantizers;
+    std::tuple<DequantizeKernels<std::int8_t, float, float>, DequantizeKernels<std::int8_t, double, double>,
+               DequantizeKernels<std::uint8_t, float, float>, DequantizeKernels<std::uint8_t, double, double>>
+        dequantizers;
+    // int4: packed[k] = (codes[2k] + offset) | (codes[2k + 1] + offset) << 4, with the sums in 0..15. `count` is even.
+    void (*pack)(const std::int8_t* codes, std::int64_t count, std::int8_t offset, std::uint8_t* packed);
+    // Copies to memory that is not read again soon, past the caches where the processor can. Other threads see it after
+    // finish_streams(). Fetches the `count` bytes at `next` meanwhile, which need not be there.
+    void (*stream)(const float* from, std::int64_t count, float* to, const void* next);
+    void (*finish_streams)();
+
+    template <typename F> const QuantizeKernels<F>& quantize() const {
+        return std::get<QuantizeKernels<F>>(quantizers);
+    }
+    template <typename Q, typename F> const DequantizeKernels<Q, F, F>& dequantize() const {
+        return std::get<DequantizeKernels<Q, F, F>>(dequantizers);
+    }
+};
+
+extern const QuantizationKernels kScalarQuantization;
+
+// Zero points of any size, for every instruction set.
+template <typename Q, typename F> const DequantizeKernels<Q, F, std::int64_t>& wide_dequantize();
+
+struct RowParameters {
     float scale;
-    double inverse_scale; // 1 / scale in float64
-    double shift;         // the zero point that is added before rounding
-    std::int8_t zero_point;
+    std::int64_t zero_point; // the least int64 where a NaN was rounded, as in torch
 };
 
-struct SymmetricParameters {
-    float scale, inverse_scale;
-};
+// Rounds a float to the type in which torch computes, after every step.
+using Step = float (*)(float);
+float keep_float(float value);
 
-// `lowest` <= 0 <= `highest`, or NaN.
-AsymmetricParameters choose_asymmetric(float lowest, float highest);
+// For codes low..high. choose_qparams_per_token_asymmetric, whose codes are -128..127.
+RowParameters choose_asymmetric(Extremes extremes, float low, float high, Step step = keep_float);
 
-// `largest`: the largest magnitude, or NaN.
-SymmetricParameters choose_symmetric(float largest);
+// For codes up to `high`, which is 127 in choose_qparams_per_token.
+RowParameters choose_symmetric(Extremes extremes, float high, Step step = keep_float);
 
 } // namespace gr

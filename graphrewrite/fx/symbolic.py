@@ -17,6 +17,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.onnx.ops import _symbolic_impl
 
+from graphrewrite.custom_ops.functions.signature import SOURCE_DOMAINS
+from graphrewrite.custom_ops.schema import operators
 from graphrewrite.errors import InputError
 from graphrewrite.fx.calls import Call, call_of
 from graphrewrite.fx.reader import FxGraph
@@ -57,23 +59,23 @@ def _onnx_node(node: Node, reader: FxGraph) -> _OnnxNode | None:
         return None
     domain, _, op = call.op.partition(".")
     if call.op.startswith(_OWN):
-        return _own_node(node, call, op)
-    if call.op not in SOURCE_OPS:
+        return _own_node(call, op)
+    if call.op not in SOURCE_OPS or domain not in SOURCE_DOMAINS:
         return None
     if call.writes_view:
         name = reader.name(node)
         raise InputError(f"{name}: {call.op} writes into a view of a buffer; let the cache be a whole buffer")
     source = SOURCE_OPS[call.op]
     operands = [call.arguments[name] for name in source.operands]
-    if op == "dequantize_per_token":
-        if reader.dtype(operands[0]) == "int8" == reader.dtype(operands[2]):
+    if op in ("dequantize_per_channel", "dequantize_per_token"):
+        if operands[2] is not None and reader.dtype(operands[0]) == "int8" == reader.dtype(operands[2]):
             raise InputError(
                 f"{reader.name(node)}: the zero points are subtracted in int8, where 127 - (-128) is -1; "
                 "cast codes and zero points to a wider type before subtracting"
             )
         # Casts that lose nothing are left out: the node's meaning is (codes - zero_points) * scales in a type that
         # holds the difference, and the product of an integer of 9 bits and a float32 rounds alike from either width.
-        operands = [narrow(reader, operand) for operand in operands]
+        operands = [operand if operand is None else narrow(reader, operand) for operand in operands]
     attributes = {name: call.arguments[name] for name in source.attributes}
     positions = {name: call.returns + index for index, name in enumerate(call.mutated)}
     own = iter(range(call.returns))
@@ -81,20 +83,22 @@ def _onnx_node(node: Node, reader: FxGraph) -> _OnnxNode | None:
     return _OnnxNode(domain, op, tuple(operands), attributes, results)
 
 
-def _own_node(node: Node, call: Call, op: str) -> _OnnxNode:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    operands, attributes = [], {}
-    for argument in node.target._schema.arguments:
-        value = call.arguments[argument.name]
-        if argument.kwarg_only:
-            attributes[argument.name] = value
-        else:
-            operands.append(value)
-    name = "".join(part.capitalize() for part in op.split("_"))
-    returns = call.returns
-    if op == "update_quantized_cache" and call.arguments["zero_points"] is None:
-        returns -= 1  # an empty tensor stands for the absent zero points in torch
-    return _OnnxNode("graphrewrite", name, tuple(operands), attributes, tuple(range(returns)))
+def _own_node(call: Call, op: str) -> _OnnxNode:
+    (schema,) = (schema for schema in operators().values() if schema.torch_name == op.removesuffix("_"))
+    attributes = {attribute.name: call.arguments[attribute.name] for attribute in schema.attributes}
+    # What is written follows the operator's own results, and one that has none returns None.
+    written = {name: max(call.returns, 1) + index for index, name in enumerate(call.mutated)}
+    own = iter(range(call.returns))
+    results = []
+    for output in schema.outputs:
+        replaced = schema.inputs[output.like].name
+        result = written.get(replaced) if op.endswith("_") and output.in_place else next(own)
+        # torch has an empty tensor where an output is absent.
+        is_absent = call.arguments[replaced] is None or (output.optional and attributes.get("scheme") == "static")
+        if result is not None and not is_absent:
+            results.append(result)
+    operands = tuple(call.arguments[tensor.name] for tensor in schema.inputs)
+    return _OnnxNode(_OWN.rstrip("."), schema.name, operands, attributes, tuple(results))
 
 
 def _replace(graph: Graph, node: Node, onnx_node: _OnnxNode) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrewrite.custom_ops import capi
+from graphrewrite.custom_ops.schema import operators
 from graphrewrite.errors import KernelError
 from tests.kernels.reference import Sdpa, to_layout
 
@@ -39,20 +40,25 @@ def instruction_set(name: str) -> Iterator[None]:
         capi.set_isa(None)
 
 
-def describe(array: Array | None) -> capi.Tensor | None:
-    return None if array is None else capi.from_numpy(array)
-
-
-def sdpa_arrays(arguments: Sdpa, layout: str) -> list[Array | None]:
-    """The inputs of CustomSdpa in order, in `layout`."""
+def sdpa_inputs(arguments: Sdpa, layout: str) -> dict[str, Array | None]:
+    """The inputs of CustomSdpa, or with an int8 query of CustomQuantizedSdpa, in order, in `layout`."""
     a = arguments
-    before = [a.query, a.key_cache, a.value_cache]
-    after = [a.key_scales, a.key_zero_points, a.value_scales, a.value_zero_points, a.recent_key, a.recent_value]
+    names = [tensor.name for tensor in operators()[sdpa_operator(a)].inputs]
+    arrays = {name: getattr(a, name) for name in names}
+    return {
+        # Scales of a static granularity have no layout.
+        name: to_layout(array, layout) if array is not None and array.ndim == 4 and name != "attn_mask" else array
+        for name, array in arrays.items()
+    }
 
-    def convert(array: Array | None) -> Array | None:
-        return None if array is None else to_layout(array, layout)
 
-    return [*map(convert, before), a.start_pos, *map(convert, after), a.attn_mask]
+def sdpa_operator(arguments: Sdpa) -> str:
+    return "CustomSdpa" if arguments.query_scales is None else "CustomQuantizedSdpa"
+
+
+def sdpa_attributes(arguments: Sdpa, layout: str) -> dict[str, Any]:
+    names = ("is_causal", "scale", "softcap", "window", "sink_tokens")
+    return {**{name: getattr(arguments, name) for name in names}, "layout": layout}
 
 
 def custom_sdpa(
@@ -62,17 +68,11 @@ def custom_sdpa(
     threads: int = 1,
     place: Callable[[Array], Array] = lambda array: array,
 ) -> Array:
-    """CustomSdpa on arrays that `place` puts somewhere. The output starts as NaN."""
-    arrays = [None if array is None else place(array) for array in sdpa_arrays(arguments, layout)]
-    query = arrays[0]
+    """CustomSdpa, or CustomQuantizedSdpa, on arrays that `place` puts somewhere. The output starts as NaN."""
+    inputs = [None if array is None else place(array) for array in sdpa_inputs(arguments, layout).values()]
+    query = inputs[0]
     assert query is not None
-    output = place(np.full_like(query, np.nan))
-    tensors: list[Any] = [describe(array) for array in [*arrays, output]]
-    capi.custom_sdpa(
-        *tensors,
-        is_causal=arguments.is_causal,
-        scale=arguments.scale,
-        layout=layout,
-        threads=threads,
-    )
+    dtype = query.dtype if arguments.query_scales is None else np.dtype(np.float32)
+    output = place(np.full(query.shape, np.nan, dtype))
+    capi.run(sdpa_operator(arguments), inputs, [output], sdpa_attributes(arguments, layout), threads=threads)
     return to_layout(output, layout)

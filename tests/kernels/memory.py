@@ -36,3 +36,12 @@ def guarded(array: npt.NDArray[Any], *, at_end: bool = True) -> npt.NDArray[Any]
     copy: npt.NDArray[Any] = np.ndarray(array.shape, array.dtype, memoryview(buffer))
     copy[...] = array
     return copy
+
+
+def forbid(array: npt.NDArray[Any], begin: int, end: int) -> None:
+    """Makes bytes [begin, end) of a `guarded` array inaccessible, as far as whole pages lie within."""
+    page = mmap.PAGESIZE
+    first = -(-(array.ctypes.data + begin) // page) * page
+    length = (array.ctypes.data + end) // page * page - first
+    assert length > 0
+    assert _libc.mprotect(first, length, _PROT_NONE) == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,61 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.calls import custom_sdpa, instruction_set, instruction_sets
+from tests.kernels.calls import custom_sdpa, instruction_set
+from tests.kernels.cases import ISAS, Case, check, check_everywhere
 from tests.kernels.memory import guarded
-from tests.kernels.reference import Sdpa, make_sdpa, sdpa_with_bound, visible_slots
+from tests.kernels.reference import make_sdpa, sdpa_with_bound, visible_slots
 
 Array = npt.NDArray[Any]
-ISAS = instruction_sets()
-
-
-@dataclass(frozen=True)
-class Case:
-    cache: str
-    heads: tuple[int, int]
-    dim: int
-    rows: int
-    layout: str = "BSNH"
-    mask: str | None = None
-    mask_leading: tuple[str, ...] = ("S",)
-    start: int | tuple[int, ...] = 0
-    batch: int = 1
-    recent: bool = False
-    zero_points: bool = True
-    causal: bool = True
-    spare: int = 3
-    """Slots behind the last new row."""
-
-    def build(self) -> Sdpa:
-        seed = zlib.crc32(str(self).encode())
-        capacity = int(np.max(self.start)) + self.rows + self.spare
-        sizes = {"B": self.batch, "H": self.heads[0], "S": self.rows, "1": 1}
-        return make_sdpa(
-            np.random.default_rng(seed),
-            batch=self.batch,
-            rows=self.rows,
-            capacity=capacity,
-            start=list(self.start) if isinstance(self.start, tuple) else self.start,
-            heads=self.heads,
-            dim=self.dim,
-            cache=self.cache,
-            zero_points=self.zero_points,
-            recent=self.recent,
-            mask=self.mask,
-            # One key short of the capacity, so that the last slot is never visible.
-            mask_shape=(*(sizes[size] for size in self.mask_leading), capacity - 1),
-            is_causal=self.causal,
-        )
-
-    def __str__(self) -> str:
-        mask = f"{self.mask}[{''.join(self.mask_leading)}]" if self.mask else "unmasked"
-        heads = f"{self.heads[0]}/{self.heads[1]}"
-        flags = [name for name in ("recent", "causal", "zero_points") if getattr(self, name)]
-        start = str(self.start).replace(" ", "")
-        return (
-            f"{self.cache}-{heads}-D{self.dim}-S{self.rows}-{self.layout}-{mask}-at{start}-B{self.batch}-"
-            + "+".join(flags)
-        )
 
 
 def table() -> list[Case]:
@@ -129,42 +78,9 @@ ODD = [
 ]
 
 
-def check(actual: Any, arguments: Sdpa) -> None:
-    expected, bound = sdpa_with_bound(arguments)
-    error = np.abs(actual - expected)
-    assert np.all(error <= bound), f"off by {np.max(error)}, {np.max(error / np.maximum(bound, 1e-300))} of the bound"
-
-
-def spoil_hidden(arguments: Sdpa) -> Sdpa:
-    """The same, with NaN in every slot that no row sees: in the scales where the cache holds codes."""
-    unseen = np.logical_not(visible_slots(arguments).any(axis=(1, 2)))  # [B,C]
-    batch, rows = arguments.query.shape[:2]
-    changed: dict[str, Any] = {}
-    for which in ("key", "value"):
-        name = f"{which}_cache" if arguments.key_scales is None else f"{which}_scales"
-        changed[name] = np.where(unseen[:, :, None, None], np.float32(np.nan), getattr(arguments, name))
-        recent = getattr(arguments, f"recent_{which}")
-        if recent is not None:
-            start = np.broadcast_to(arguments.start_pos, (batch,))
-            new = np.stack([unseen[b, start[b] : start[b] + rows] for b in range(batch)])
-            changed[f"recent_{which}"] = np.where(new[:, :, None, None], np.float32(np.nan), recent)
-    return replace(arguments, **changed)
-
-
 @pytest.mark.parametrize("case", [*table(), *ODD], ids=str)
 def test_matches_reference(case: Case) -> None:
-    arguments = spoil_hidden(case.build())
-    expected, bound = sdpa_with_bound(arguments)
-    for isa in ISAS:
-        with instruction_set(isa):
-            one = custom_sdpa(arguments, layout=case.layout, threads=1)
-            two = custom_sdpa(arguments, layout=case.layout, threads=2)
-        error = np.abs(one - expected)
-        assert np.all(error <= bound), (
-            f"{isa}: off by {error.max()}, {(error / np.maximum(bound, 1e-300)).max()} bounds"
-        )
-        # The work is cut by sizes alone, so the number of threads changes nothing at all.
-        np.testing.assert_array_equal(one, two, err_msg=isa)
+    check_everywhere(case)
 
 
 GUARDED = [

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from graphrewrite.custom_ops import capi
+from graphrewrite.custom_ops.schema import operators
 from graphrewrite.errors import KernelError
 
 Arguments = dict[str, Any]
-
-TENSORS = {
-    "UpdateCache": ["value", "cache", "start_pos", "new_cache"],
-    "UpdateQuantizedCache": [
-        *("value", "codes", "scales", "start_pos", "zero_points"),
-        *("new_codes", "new_scales", "new_zero_points"),
-    ],
-    "CustomSdpa": [
-        *("query", "key_cache", "value_cache", "start_pos"),
-        *("key_scales", "key_zero_points", "value_scales", "value_zero_points"),
-        *("recent_key", "recent_value", "attn_mask", "output"),
-    ],
-    "SdpaWithKvCache": [
-        *("query", "key", "value", "key_cache", "value_cache", "start_pos", "attn_mask"),
-        *("output", "new_key_cache", "new_value_cache"),
-    ],
-}
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    "UpdateCache": capi.update_cache,
-    "UpdateQuantizedCache": capi.update_quantized_cache,
-    "CustomSdpa": capi.custom_sdpa,
-    "SdpaWithKvCache": capi.sdpa_with_kv_cache,
-}
-
 
 # Every array is different, so that a write shows.
 RANDOM = np.random.default_rng(0)
@@ -75,12 +51,10 @@ def good(op: str, cache: str) -> Arguments:
 
 
 def call(op: str, arguments: Arguments) -> None:
-    tensors = [
-        tensor if tensor is None or isinstance(tensor, capi.Tensor) else capi.from_numpy(tensor)
-        for tensor in (arguments.get(name) for name in TENSORS[op])
-    ]
-    attributes = {name: value for name, value in arguments.items() if name not in TENSORS[op]}
-    FUNCTIONS[op](*tensors, **attributes)
+    schema = operators()[op]
+    inputs, outputs = ([arguments.get(tensor.name) for tensor in group] for group in (schema.inputs, schema.outputs))
+    names = {tensor.name for tensor in (*schema.inputs, *schema.outputs)}
+    capi.run(op, inputs, outputs, {name: value for name, value in arguments.items() if name not in names})
 
 
 # Operator, what is changed, and the message. A cache type after the operator where it matters.
@@ -138,13 +112,17 @@ ERRORS: list[tuple[str, Arguments, str]] = [
         {"zero_points": None, "scheme": "symmetric"},
         "new_zero_points is an output but zero_points is missing",
     ),
-    ("UpdateQuantizedCache", {"scheme": "affine"}, 'scheme "affine" is unknown, expected "asymmetric" or "symmetric"'),
+    (
+        "UpdateQuantizedCache",
+        {"scheme": "affine"},
+        'scheme "affine" is unknown, expected one of "asymmetric", "symmetric", "static"',
+    ),
     ("UpdateQuantizedCache", {"codes": floats(2, 8, 2, 16)}, "codes has element type float32, expected int8"),
     ("UpdateQuantizedCache", {"scales": codes(2, 8, 2, 1)}, "scales has element type int8, expected float32"),
     (
         "UpdateQuantizedCache",
         {"scales": floats(2, 8, 2, 16)},
-        "scales has shape [2,8,2,16], expected [2,8,2,1] like codes with one element a row",
+        "zero_points has shape [2,8,2,1], expected [2,8,2,16] like codes with one element a group",
     ),
     (
         "UpdateQuantizedCache",

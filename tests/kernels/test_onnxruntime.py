@@ -15,8 +15,8 @@ from onnx import TensorProto, helper
 
 from graphrewrite.custom_ops import library_path
 from tests.kernels import reference
-from tests.kernels.calls import sdpa_arrays
-from tests.kernels.reference import Sdpa, make_sdpa, sdpa_with_bound, to_layout
+from tests.kernels.calls import sdpa_inputs
+from tests.kernels.reference import make_sdpa, sdpa_with_bound, to_layout
 
 Array = npt.NDArray[Any]
 DOMAIN = "graphrewrite"
@@ -61,16 +61,6 @@ def make_session(model: onnx.ModelProto, threads: int = 2) -> ort.InferenceSessi
 
 def feeds(inputs: dict[str, Array | None]) -> dict[str, Array]:
     return {name: array for name, array in inputs.items() if array is not None}
-
-
-SDPA_INPUTS = [
-    *("query", "key_cache", "value_cache", "start_pos", "key_scales", "key_zero_points", "value_scales"),
-    *("value_zero_points", "recent_key", "recent_value", "attn_mask"),
-]
-
-
-def sdpa_inputs(arguments: Sdpa, layout: str = "BSNH") -> dict[str, Array | None]:
-    return dict(zip(SDPA_INPUTS, sdpa_arrays(arguments, layout), strict=True))
 
 
 @pytest.mark.parametrize("cache", ["float", "int8"])
@@ -143,7 +133,7 @@ def test_symbolic_shapes_pass_through() -> None:
 def test_unknown_shapes_stay_unknown() -> None:
     """A tensor whose rank is not known is not taken for a scalar."""
     arguments = make_sdpa(np.random.default_rng(3), rows=2, capacity=8)
-    inputs = sdpa_inputs(arguments)
+    inputs = sdpa_inputs(arguments, "BSNH")
     shapes = {name: None for name in inputs if name != "start_pos"}
     session = make_session(make_model("CustomSdpa", inputs, {"output": TensorProto.FLOAT}, shapes))
     expected, bound = sdpa_with_bound(arguments)
@@ -248,7 +238,7 @@ def test_intermediate_caches_are_updated_in_place_too() -> None:
 
 def test_two_sessions_share_the_library_and_outlive_each_other() -> None:
     arguments = make_sdpa(np.random.default_rng(6), rows=2, capacity=8)
-    inputs = sdpa_inputs(arguments)
+    inputs = sdpa_inputs(arguments, "BSNH")
     model = make_model("CustomSdpa", inputs, {"output": TensorProto.FLOAT})
     expected, bound = sdpa_with_bound(arguments)
     first, second = make_session(model), make_session(model, threads=1)
@@ -263,11 +253,11 @@ def test_concurrent_runs_of_one_session() -> None:
         make_sdpa(np.random.default_rng(seed), rows=20, capacity=600, start=500, heads=(4, 2), dim=64, is_causal=True)
         for seed in range(4)
     ]
-    model = make_model("CustomSdpa", sdpa_inputs(cases[0]), {"output": TensorProto.FLOAT}, is_causal=1)
+    model = make_model("CustomSdpa", sdpa_inputs(cases[0], "BSNH"), {"output": TensorProto.FLOAT}, is_causal=1)
     session = make_session(model)
-    expected = [session.run(None, feeds(sdpa_inputs(case)))[0] for case in cases]
+    expected = [session.run(None, feeds(sdpa_inputs(case, "BSNH")))[0] for case in cases]
     with ThreadPoolExecutor(4) as pool:
-        outputs = pool.map(lambda n: session.run(None, feeds(sdpa_inputs(cases[n % 4])))[0], range(40))
+        outputs = pool.map(lambda n: session.run(None, feeds(sdpa_inputs(cases[n % 4], "BSNH")))[0], range(40))
         for n, output in enumerate(outputs):
             np.testing.assert_array_equal(output, expected[n % 4])
 
@@ -275,7 +265,7 @@ def test_concurrent_runs_of_one_session() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads: int) -> None:
     arguments = make_sdpa(np.random.default_rng(8), capacity=3001, start=3000, heads=(4, 2), dim=64)
-    inputs = sdpa_inputs(arguments)
+    inputs = sdpa_inputs(arguments, "BSNH")
     model = make_model("CustomSdpa", inputs, {"output": TensorProto.FLOAT})
     expected = make_session(model, 2).run(None, feeds(inputs))[0]
     np.testing.assert_array_equal(make_session(model, threads).run(None, feeds(inputs))[0], expected)
@@ -313,7 +303,7 @@ BAD_ATTRIBUTES = [
 
 @pytest.mark.parametrize(("op", "attributes", "message"), BAD_ATTRIBUTES)
 def test_a_bad_attribute_fails_when_the_session_is_made(op: str, attributes: dict[str, Any], message: str) -> None:
-    inputs = sdpa_inputs(make_sdpa(np.random.default_rng(9), capacity=8))
+    inputs = sdpa_inputs(make_sdpa(np.random.default_rng(9), capacity=8), "BSNH")
     outputs = {"output": TensorProto.FLOAT}
     if op != "CustomSdpa":
         cache = np.zeros((1, 8, 1, 8), np.int8 if op == "UpdateQuantizedCache" else np.float32)

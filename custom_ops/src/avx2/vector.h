@@ -4,6 +4,9 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
+
+#include "../attention.h"
 
 namespace gr {
 
@@ -23,6 +26,7 @@ struct Avx2 {
     static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
     static Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
     // b where a is NaN.
     static Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
@@ -37,21 +41,56 @@ struct Avx2 {
     static Floats load(const float* p, std::int64_t n) { return _mm256_maskload_ps(p, first(n)); }
     static void store(float* p, Floats x, std::int64_t n) { _mm256_maskstore_ps(p, first(n), x); }
 
-    // Elements of a cache as floats: floats as they are, codes less their zero point.
-    static Floats values(const float* p, Ints) { return load(p); }
-    static Floats values(const float* p, Ints, std::int64_t n) { return load(p, n); }
-    static Floats values(const std::int8_t* p, Ints zero_point) {
-        const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-        return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepi8_epi32(codes), zero_point));
-    }
-    static Floats values(const std::int8_t* p, Ints zero_point, std::int64_t n) {
-        std::uint64_t codes = 0;
-        for (std::int64_t k = 0; k < n; ++k)
-            codes |= static_cast<std::uint64_t>(static_cast<std::uint8_t>(p[k])) << (8 * k);
-        const __m128i packed = _mm_set_epi64x(0, static_cast<long long>(codes));
-        return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepi8_epi32(packed), zero_point));
+    static void store(Half* p, Floats x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(p, x)); }
+    static void store(BFloat* p, Floats x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(p, x)); }
+    template <typename T> static void store(T* p, Floats x, std::int64_t n) {
+        const __m128i elements = narrow(p, x);
+        std::memcpy(p, &elements, static_cast<std::size_t>(n) * sizeof(T));
     }
 
+    // Elements as floats: codes less the zero point, others as they are.
+    static Floats values(const float* p, Ints) { return load(p); }
+    static Floats values(const float* p, Ints, std::int64_t n) { return load(p, n); }
+    static Floats values(const Half* p, Ints) { return _mm256_cvtph_ps(load16(p)); }
+    static Floats values(const Half* p, Ints, std::int64_t n) { return _mm256_cvtph_ps(load_part(p, n)); }
+    static Floats values(const BFloat* p, Ints) { return widen(load16(p)); }
+    static Floats values(const BFloat* p, Ints, std::int64_t n) { return widen(load_part(p, n)); }
+    static Floats values(const std::int8_t* p, Ints zero_point) {
+        return difference(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), zero_point);
+    }
+    static Floats values(const std::int8_t* p, Ints zero_point, std::int64_t n) {
+        return difference(load_part(p, n), zero_point);
+    }
+
+    // Int4 codes as floats, n of them.
+    static Floats codes(const Int4Pair* p) {
+        std::int32_t pairs;
+        std::memcpy(&pairs, p, sizeof pairs);
+        return codes(_mm_cvtsi32_si128(pairs));
+    }
+    static Floats codes(const Int4Pair* p, std::int64_t n) { return codes(load_part(p, divide_up(n, 2))); }
+
+    // Int4 codes that share scale and zero point: their values.
+    class PairGroup {
+    public:
+        PairGroup(std::int32_t zero_point, float scale)
+            : zero_point_(set1(static_cast<float>(zero_point))), scale_(set1(scale)) {}
+        Floats operator()(const Int4Pair* p) const { return mul(sub(codes(p), zero_point_), scale_); }
+        Floats operator()(const Int4Pair* p, std::int64_t n) const {
+            return mul(sub(codes(p, n), zero_point_), scale_);
+        }
+
+    private:
+        Floats zero_point_, scale_;
+    };
+
+    static Floats abs(Floats x) { return _mm256_andnot_ps(set1(-0.0f), x); }
+    // x >= 0 with the sign of y.
+    static Floats with_sign(Floats x, Floats y) { return _mm256_or_ps(x, _mm256_and_ps(set1(-0.0f), y)); }
+    // x where a < b, else y.
+    static Floats where_less(Floats a, Floats b, Floats x, Floats y) {
+        return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+    }
     // x where `condition` is not 0, else y.
     static Floats where_nonzero(Floats condition, Floats x, Floats y) {
         return _mm256_blendv_ps(y, x, _mm256_cmp_ps(condition, zero(), _CMP_NEQ_UQ));
@@ -112,6 +151,40 @@ struct Avx2 {
 #else
         _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 #endif
+    }
+
+private:
+    template <typename T> static __m128i load16(const T* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    }
+    // n elements in less than 16 bytes, and zeros.
+    template <typename T> static __m128i load_part(const T* p, std::int64_t n) {
+        __m128i elements = _mm_setzero_si128();
+        std::memcpy(&elements, p, static_cast<std::size_t>(n) * sizeof(T));
+        return elements;
+    }
+    static Floats widen(__m128i halves) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+    }
+    static Floats difference(__m128i codes, Ints zero_point) {
+        return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepi8_epi32(codes), zero_point));
+    }
+    // Each byte in 64 bits: its low half is in the lower 32 of them, and shifted by 28 its high half in the upper ones.
+    static Floats codes(__m128i pairs) {
+        const __m256i wide = _mm256_cvtepu8_epi64(pairs);
+        const __m256i halves = _mm256_or_si256(wide, _mm256_slli_epi64(wide, 28));
+        return _mm256_cvtepi32_ps(_mm256_and_si256(halves, _mm256_set1_epi32(15)));
+    }
+    // To nearest even.
+    static __m128i narrow(const Half*, Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+    static __m128i narrow(const BFloat*, Floats x) {
+        const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+        const __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, set1(1)));
+        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+        const __m256i nan = _mm256_or_si256(high, set1(0x40)); // a NaN stays one
+        const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        const __m256i result = _mm256_blendv_epi8(rounded, nan, is_nan);
+        return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
     }
 };
 

@@ -12,6 +12,6 @@ struct Vector : Avx512, avx2::Pack {};
 
 } // namespace
 
-const Kernels kAvx512Kernels{"avx512", &simd::kAttention<Vector>, avx2::quantize_asymmetric, avx2::quantize_symmetric};
+const Kernels kAvx512Kernels{"avx512", &simd::kAttention<Vector>, &avx2::kQuantization};
 
 } // namespace gr

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../attention.h"
+
 namespace gr {
 
 struct Avx512 {
@@ -23,6 +25,7 @@ struct Avx512 {
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     // b where a is NaN.
     static Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
@@ -35,9 +38,22 @@ struct Avx512 {
     static Floats load(const float* p, std::int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
     static void store(float* p, Floats x, std::int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
 
-    // Elements of a cache as floats: floats as they are, codes less their zero point.
+    template <typename T> static void store(T* p, Floats x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(p, x));
+    }
+    template <typename T> static void store(T* p, Floats x, std::int64_t n) {
+        _mm256_mask_storeu_epi16(p, first(n), narrow(p, x));
+    }
+
+    // Elements as floats: codes less the zero point, others as they are.
     static Floats values(const float* p, Ints) { return load(p); }
     static Floats values(const float* p, Ints, std::int64_t n) { return load(p, n); }
+    static Floats values(const Half* p, Ints) { return _mm512_cvtph_ps(load32(p)); }
+    static Floats values(const Half* p, Ints, std::int64_t n) {
+        return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+    }
+    static Floats values(const BFloat* p, Ints) { return widen(load32(p)); }
+    static Floats values(const BFloat* p, Ints, std::int64_t n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
     static Floats values(const std::int8_t* p, Ints zero_point) {
         return difference(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), zero_point);
     }
@@ -45,6 +61,34 @@ struct Avx512 {
         return difference(_mm_maskz_loadu_epi8(first(n), p), zero_point);
     }
 
+    // Int4 codes as floats, n of them.
+    static Floats codes(const Int4Pair* p) { return codes(load_pairs(p)); }
+    static Floats codes(const Int4Pair* p, std::int64_t n) { return codes(load_pairs(p, n)); }
+
+    // Int4 codes that share scale and zero point: their values, which are looked up.
+    class PairGroup {
+    public:
+        PairGroup(std::int32_t zero_point, float scale)
+            : values_(mul(sub(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                              set1(static_cast<float>(zero_point))),
+                          set1(scale))) {}
+        // The low 4 bits of an index count.
+        Floats operator()(const Int4Pair* p) const { return _mm512_permutexvar_ps(halves(load_pairs(p)), values_); }
+        Floats operator()(const Int4Pair* p, std::int64_t n) const {
+            return _mm512_permutexvar_ps(halves(load_pairs(p, n)), values_);
+        }
+
+    private:
+        Floats values_; // of codes 0 to 15
+    };
+
+    static Floats abs(Floats x) { return _mm512_abs_ps(x); }
+    // x >= 0 with the sign of y.
+    static Floats with_sign(Floats x, Floats y) { return _mm512_or_ps(x, _mm512_and_ps(set1(-0.0f), y)); }
+    // x where a < b, else y.
+    static Floats where_less(Floats a, Floats b, Floats x, Floats y) {
+        return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+    }
     // x where `condition` is not 0, else y.
     static Floats where_nonzero(Floats condition, Floats x, Floats y) {
         return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(condition, zero(), _CMP_NEQ_UQ), y, x);
@@ -108,8 +152,36 @@ struct Avx512 {
     }
 
 private:
+    template <typename T> static __m256i load32(const T* p) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    }
+    static __m128i load_pairs(const Int4Pair* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+    static __m128i load_pairs(const Int4Pair* p, std::int64_t n) {
+        return _mm_maskz_loadu_epi8(first(divide_up(n, 2)), p);
+    }
+    static Floats widen(__m256i halves) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    }
     static Floats difference(__m128i codes, Ints zero_point) {
         return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_cvtepi8_epi32(codes), zero_point));
+    }
+    // Each byte in 64 bits: its low half is in the lower 32 of them, and shifted by 28 its high half in the upper ones.
+    // The bits above the low 4 are of no use.
+    static __m512i halves(__m128i pairs) {
+        const __m512i wide = _mm512_cvtepu8_epi64(pairs);
+        return _mm512_or_si512(wide, _mm512_slli_epi64(wide, 28));
+    }
+    static Floats codes(__m128i pairs) {
+        return _mm512_cvtepi32_ps(_mm512_and_si512(halves(pairs), _mm512_set1_epi32(15)));
+    }
+    // To nearest even.
+    static __m256i narrow(const Half*, Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+    static __m256i narrow(const BFloat*, Floats x) {
+        const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+        const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, set1(1)));
+        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+        const __m512i nan = _mm512_or_si512(high, set1(0x40)); // a NaN stays one
+        return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), rounded, nan));
     }
 };
 

@@ -87,6 +87,9 @@ public:
         return call<28, OrtStatus*>(options, domain);
     }
     OrtStatus* GetTensorMutableData(OrtValue* value, void** data) const { return call<51, OrtStatus*>(value, data); }
+    OrtStatus* SetDimensions(OrtTensorTypeAndShapeInfo* info, const std::int64_t* dims, std::size_t count) const {
+        return call<59, OrtStatus*>(info, dims, count);
+    }
     OrtStatus* GetTensorElementType(const OrtTensorTypeAndShapeInfo* info, int* type) const {
         return call<60, OrtStatus*>(info, type);
     }
@@ -95,6 +98,10 @@ public:
     }
     OrtStatus* GetDimensions(const OrtTensorTypeAndShapeInfo* info, std::int64_t* dims, std::size_t count) const {
         return call<62, OrtStatus*>(info, dims, count);
+    }
+    OrtStatus* GetSymbolicDimensions(const OrtTensorTypeAndShapeInfo* info, const char** names,
+                                     std::size_t count) const {
+        return call<63, OrtStatus*>(info, names, count);
     }
     OrtStatus* GetTensorTypeAndShape(const OrtValue* value, OrtTensorTypeAndShapeInfo** info) const {
         return call<65, OrtStatus*>(value, info);
@@ -135,6 +142,9 @@ public:
     OrtStatus* ShapeInferContext_SetOutputTypeShape(const OrtShapeInferContext* context, std::size_t index,
                                                     const OrtTensorTypeAndShapeInfo* info) const {
         return call<270, OrtStatus*>(context, index, info);
+    }
+    OrtStatus* SetSymbolicDimensions(OrtTensorTypeAndShapeInfo* info, const char** names, std::size_t count) const {
+        return call<271, OrtStatus*>(info, names, count);
     }
     OrtStatus* KernelContext_ParallelFor(const OrtKernelContext* context, void (*task)(void*, std::size_t),
                                          std::size_t total, std::size_t batches, void* argument) const {

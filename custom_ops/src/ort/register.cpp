@@ -1,91 +1,16 @@
-// The operators, as functions of their ONNX signatures, and the entry point through which onnxruntime finds them.
+// The entry point through which onnxruntime finds the operators.
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <optional>
 #include <vector>
 
-#include "../attention_check.h"
 #include "../isa.h"
-#include "../update.h"
-#include "op.h"
+#include "custom_op.h"
 
 namespace gr::ort {
 namespace {
 
 constexpr const char* kDomain = "graphrewrite";
-
-struct LayoutAttribute : AttributeParameter {
-    static constexpr const char* name = "layout";
-    std::string value = "BSNH";
-    void check(const char* op) const { parse_layout(op, value.c_str()); }
-};
-
-struct SchemeAttribute : AttributeParameter {
-    static constexpr const char* name = "scheme";
-    std::string value = "asymmetric";
-    void check(const char* op) const { is_symmetric(op, value.c_str()); }
-};
-
-struct CausalAttribute : AttributeParameter {
-    static constexpr const char* name = "is_causal";
-    std::int64_t value = 0;
-    void check(const char* op) const {
-        if (value != 0 && value != 1)
-            fail(op, "is_causal is ", value, ", expected 0 or 1");
-    }
-    operator std::int32_t() const { return value != 0; }
-};
-
-struct ScaleAttribute : AttributeParameter {
-    static constexpr const char* name = "scale";
-    std::optional<float> value;
-    void check(const char* op) const {
-        if (value)
-            check_scale(op, *value);
-    }
-    const float* pointer() const { return value ? &*value : nullptr; }
-};
-
-template <typename T>
-std::int32_t update_cache(Input<T> value, Input<T> cache, Input<std::int64_t> start_pos, InPlace<T, 1> new_cache,
-                          LayoutAttribute layout, Call call) {
-    return gr_update_cache(value, cache, start_pos, new_cache, layout.value.c_str(), call.threads, call.error,
-                           call.error_size);
-}
-
-std::int32_t update_quantized_cache(Input<float> value, Input<std::int8_t> codes, Input<float> scales,
-                                    Input<std::int64_t> start_pos, OptionalInput<std::int8_t> zero_points,
-                                    InPlace<std::int8_t, 1> new_codes, InPlace<float, 2> new_scales,
-                                    OptionalInPlace<std::int8_t, 4> new_zero_points, SchemeAttribute scheme,
-                                    LayoutAttribute layout, Call call) {
-    return gr_update_quantized_cache(value, codes, scales, start_pos, zero_points, new_codes, new_scales,
-                                     new_zero_points, scheme.value.c_str(), layout.value.c_str(), call.threads,
-                                     call.error, call.error_size);
-}
-
-template <typename Cache, typename Mask>
-std::int32_t custom_sdpa(Input<float> query, Input<Cache> key_cache, Input<Cache> value_cache,
-                         Input<std::int64_t> start_pos, OptionalInput<float> key_scales,
-                         OptionalInput<std::int8_t> key_zero_points, OptionalInput<float> value_scales,
-                         OptionalInput<std::int8_t> value_zero_points, OptionalInput<float> recent_key,
-                         OptionalInput<float> recent_value, OptionalInput<Mask> attn_mask, Output<float, 0> output,
-                         CausalAttribute is_causal, ScaleAttribute scale, LayoutAttribute layout, Call call) {
-    return gr_custom_sdpa(query, key_cache, value_cache, start_pos, key_scales, key_zero_points, value_scales,
-                          value_zero_points, recent_key, recent_value, attn_mask, output, is_causal, scale.pointer(),
-                          layout.value.c_str(), call.threads, call.error, call.error_size);
-}
-
-template <typename Mask>
-std::int32_t sdpa_with_kv_cache(Input<float> query, Input<float> key, Input<float> value, Input<float> key_cache,
-                                Input<float> value_cache, Input<std::int64_t> start_pos, OptionalInput<Mask> attn_mask,
-                                Output<float, 0> output, InPlace<float, 3> new_key_cache,
-                                InPlace<float, 4> new_value_cache, CausalAttribute is_causal, ScaleAttribute scale,
-                                LayoutAttribute layout, Call call) {
-    return gr_sdpa_with_kv_cache(query, key, value, key_cache, value_cache, start_pos, attn_mask, output, new_key_cache,
-                                 new_value_cache, is_causal, scale.pointer(), layout.value.c_str(), call.threads,
-                                 call.error, call.error_size);
-}
 
 // What one runtime in this process was given. A domain must outlive every session that uses it, and nothing says when
 // the last one ends, so it is kept until the process does. The runtime may be unloaded before this library's static
@@ -95,35 +20,15 @@ struct Registration {
     OrtCustomOpDomain* domain;
 };
 
-// Declares an operator of this library: its name, the version of the domain it came with, and the function it runs.
-// An operator with several element types is declared once for each; the runtime picks by the types of a node's inputs.
-#define GR_DECLARE_OP(name, since_version, ...)                                                                        \
-    check(api, api.CustomOpDomain_Add(domain, new Op<__VA_ARGS__>(name, since_version, runtime)))
-
 OrtCustomOpDomain* create_domain(const Runtime& runtime) {
     const Api api(runtime.table);
     OrtCustomOpDomain* domain = nullptr;
     check(api, api.CreateCustomOpDomain(kDomain, &domain));
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<float>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<std::uint8_t>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<std::int8_t>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<std::int32_t>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<std::int64_t>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<bool>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<Float16>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<double>);
-    GR_DECLARE_OP("UpdateCache", 1, update_cache<BFloat16>);
-    GR_DECLARE_OP("UpdateQuantizedCache", 1, update_quantized_cache);
-    GR_DECLARE_OP("CustomSdpa", 1, custom_sdpa<float, float>);
-    GR_DECLARE_OP("CustomSdpa", 1, custom_sdpa<float, bool>);
-    GR_DECLARE_OP("CustomSdpa", 1, custom_sdpa<std::int8_t, float>);
-    GR_DECLARE_OP("CustomSdpa", 1, custom_sdpa<std::int8_t, bool>);
-    GR_DECLARE_OP("SdpaWithKvCache", 1, sdpa_with_kv_cache<float>);
-    GR_DECLARE_OP("SdpaWithKvCache", 1, sdpa_with_kv_cache<bool>);
+    for (const Operator* op : all_operators())
+        for (Variant& variant : variants_of(*op))
+            check(api, api.CustomOpDomain_Add(domain, new CustomOp(*op, std::move(variant), runtime)));
     return domain;
 }
-
-#undef GR_DECLARE_OP
 
 // The domain for a runtime. A process may hold several.
 OrtCustomOpDomain* domain_for(const Runtime& runtime) {

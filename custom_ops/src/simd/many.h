@@ -31,6 +31,7 @@ template <class V> class ManyRows {
     using Floats = typename V::Floats;
     static constexpr std::int64_t kPanel = 2 * V::kWidth;
     static constexpr int kTile = V::kTileRows;
+    static_assert(V::kPackedKeys == kUnpackRows);
     // From one panel of values to the next: a line more than the panel, so that they do not share cache sets.
     static constexpr std::int64_t kValuePanel = kManyKeys * kPanel + 16;
 
@@ -38,7 +39,7 @@ public:
     static std::int64_t scratch(const Attention& a, std::int64_t rows) {
         const std::int64_t padded = round_up(rows, kTile), width = round_up(a.dim, kPanel);
         return padded * a.dim + padded * kManyKeys + kManyKeys * a.dim + width / kPanel * kValuePanel + 2 * kManyKeys +
-               64;
+               64 + Unpacker<V>::scratch(a.dim);
     }
 
     static void run(const Attention& a, const Tile& tile, const Partial& out, float* scratch) {
@@ -51,28 +52,28 @@ private:
           scores_(query_ + round_up(round_up(rows_, kTile) * a.dim, 16)),
           keys_(scores_ + round_up(rows_, kTile) * kManyKeys), values_(keys_ + kManyKeys * a.dim),
           scales_(values_ + width_ / kPanel * kValuePanel),
-          zero_points_(reinterpret_cast<std::int32_t*>(scales_ + kManyKeys)) {}
+          zero_points_(reinterpret_cast<std::int32_t*>(scales_ + kManyKeys)), unpack_(a.dim, scales_ + 2 * kManyKeys) {}
 
     void run() {
-        load_query();
+        load_queries();
         Run key_runs[3], value_runs[3];
         const auto& t = tile_;
         const int count = split(a_, a_.key, t.batch, t.kv_head, t.key_begin, t.key_end, key_runs);
         split(a_, a_.value, t.batch, t.kv_head, t.key_begin, t.key_end, value_runs);
         for (int n = 0; n < count; ++n)
-            for (std::int64_t j = 0; j < key_runs[n].end - key_runs[n].begin; j += kManyKeys)
+            for (std::int64_t j = 0; j < key_runs[n].count(); j += kManyKeys)
                 attend_block(key_runs[n], value_runs[n], j);
     }
 
     // The rows of one register tile side by side: [D][rows of the tile], scaled.
-    void load_query() {
+    void load_queries() {
+        float* const row = keys_; // not in use yet
         for (std::int64_t first = 0; first < rows_; first += kTile) {
             const std::int64_t count = smaller(kTile, rows_ - first);
             for (std::int64_t r = 0; r < count; ++r) {
-                const float* source = query_row(a_, tile_, first + r);
-                float* target = query_ + first * a_.dim + r;
+                load_query<V>(a_, tile_, first + r, row);
                 for (std::int64_t d = 0; d < a_.dim; ++d)
-                    target[d * count] = source[d] * a_.scale;
+                    query_[first * a_.dim + r + d * count] = row[d];
             }
         }
     }
@@ -80,13 +81,13 @@ private:
     // Keys [j, j + kManyKeys) of a run, or as many as there are.
     void attend_block(const Run& key_run, const Run& value_run, std::int64_t j) {
         const std::int64_t begin = key_run.begin + j, count = smaller(kManyKeys, key_run.end - begin);
-        key_run.quantized ? pack_keys<std::int8_t>(key_run, j, count) : pack_keys<float>(key_run, j, count);
-        const bool finite = value_run.quantized ? pack_values<std::int8_t>(value_run, j, count)
-                                                : pack_values<float>(value_run, j, count);
+        pack_keys(key_run, j, count);
+        const bool finite = pack_values(value_run, j, count);
         for (std::int64_t panel = 0; panel < count; panel += kPanel)
             for_tiles([&](auto rows, std::int64_t first) {
-                if (tile_keys(first, decltype(rows)::value, begin, count) > panel)
-                    score<decltype(rows)::value>(first, panel);
+                constexpr int kRows = decltype(rows)::value;
+                if (tile_end(first, kRows, begin, count) > panel && tile_begin(first, begin, count) < panel + kPanel)
+                    score<kRows>(first, panel);
             });
         for (std::int64_t r = 0; r < rows_; ++r)
             weigh(r, begin, count);
@@ -94,7 +95,10 @@ private:
             return add_visible(begin, count);
         for (std::int64_t panel = 0; panel < width_; panel += kPanel)
             for_tiles([&](auto rows, std::int64_t first) {
-                add<decltype(rows)::value>(first, panel, tile_keys(first, decltype(rows)::value, begin, count));
+                constexpr int kRows = decltype(rows)::value;
+                const std::int64_t from = tile_begin(first, begin, count);
+                if (from < tile_end(first, kRows, begin, count))
+                    add<kRows>(first, panel, from, tile_end(first, kRows, begin, count));
             });
     }
 
@@ -114,46 +118,74 @@ private:
         }
     }
 
-    // How many keys of the block the rows of a register tile see: those of its last row.
-    std::int64_t tile_keys(std::int64_t first, std::int64_t rows, std::int64_t begin, std::int64_t count) const {
+    // The keys of the block that some row of a register tile sees: those from where its first row begins to where its
+    // last row ends.
+    std::int64_t tile_begin(std::int64_t first, std::int64_t begin, std::int64_t count) const {
+        return keys_before_window(a_, tile_, first, begin, count);
+    }
+    std::int64_t tile_end(std::int64_t first, std::int64_t rows, std::int64_t begin, std::int64_t count) const {
         return visible_keys(a_, tile_, first + rows - 1, begin, count);
     }
 
+    // Scales and zero points of Access::Int8.
     void load_parameters(const Run& run, std::int64_t j, std::int64_t count) {
-        for (std::int64_t k = 0; k < kManyKeys; ++k) {
-            const bool present = run.quantized && k < count;
-            scales_[k] = present ? run.scales[(j + k) * run.scale_stride] : 0.0f;
-            zero_points_[k] =
-                present && run.zero_points != nullptr ? run.zero_points[(j + k) * run.zero_point_stride] : 0;
+        run.copy_scales(j, count, scales_);
+        run.copy_zero_points(0, j, count, zero_points_);
+        for (std::int64_t k = count; k < kManyKeys; ++k) {
+            scales_[k] = 0;
+            zero_points_[k] = 0;
         }
     }
 
-    template <typename Element> void pack_keys(const Run& run, std::int64_t j, std::int64_t count) {
-        load_parameters(run, j, count);
-        const Element* row = row_at<Element>(run, j);
-        for (std::int64_t k = 0; k < round_up(count, kPanel); k += V::kPackedKeys)
-            V::pack_keys(row + smaller(k, count) * run.stride, run.stride, count - k, scales_ + k, zero_points_ + k,
-                         a_.dim, keys_ + k / kPanel * kPanel * a_.dim + k % kPanel, kPanel);
+    void pack_keys(const Run& run, std::int64_t j, std::int64_t count) {
+        if (run.access == Access::Int8)
+            load_parameters(run, j, count);
+        for (std::int64_t k = 0; k < round_up(count, kPanel); k += kUnpackRows) {
+            const std::int64_t present = larger(count - k, 0);
+            const auto pack = [&](const auto* row, std::int64_t stride) {
+                V::pack_keys(row, stride, present, scales_ + k, zero_points_ + k, a_.dim,
+                             keys_ + k / kPanel * kPanel * a_.dim + k % kPanel, kPanel);
+            };
+            if (run.access == Access::Int8)
+                pack(row_at<std::int8_t>(run, j + smaller(k, count)), run.stride);
+            else if (run.access == Access::Float)
+                pack(row_at<float>(run, j + smaller(k, count)), run.stride);
+            else
+                pack(unpack_(run, 0, j + k, smaller(kUnpackRows, present)), unpack_.pitch());
+        }
     }
 
     // Returns whether all of them are finite.
-    template <typename Element> bool pack_values(const Run& run, std::int64_t j, std::int64_t count) {
-        load_parameters(run, j, count);
+    bool pack_values(const Run& run, std::int64_t j, std::int64_t count) {
+        if (run.access == Access::Int8)
+            load_parameters(run, j, count);
         auto check = V::zero();
-        for (std::int64_t k = 0; k < count; ++k) {
-            const Element* row = row_at<Element>(run, j + k);
-            const auto scale = V::set1(run.quantized ? scales_[k] : 1.0f);
-            const auto zero_point = V::set1(zero_points_[k]);
-            for (std::int64_t d = 0; d < width_; d += V::kWidth) {
-                const auto value = d + V::kWidth <= a_.dim ? V::values(row + d, zero_point)
-                                   : d < a_.dim            ? V::values(row + d, zero_point, a_.dim - d)
-                                                           : V::zero();
-                const auto scaled = V::mul(value, scale);
-                check = V::fma(scaled, V::zero(), check);
-                V::store(values_ + d / kPanel * kValuePanel + k * kPanel + d % kPanel, scaled);
-            }
+        for (std::int64_t k = 0; k < count; k += kUnpackRows) {
+            const std::int64_t rows = smaller(kUnpackRows, count - k);
+            if (run.access == Access::Int8)
+                pack_rows(row_at<std::int8_t>(run, j + k), run.stride, k, rows, check);
+            else if (run.access == Access::Float)
+                pack_rows(row_at<float>(run, j + k), run.stride, k, rows, check);
+            else
+                pack_rows(unpack_(run, 0, j + k, rows), unpack_.pitch(), k, rows, check);
         }
         return !V::any_nan(check);
+    }
+
+    template <typename T>
+    void pack_rows(const T* row, std::int64_t stride, std::int64_t k, std::int64_t rows, Floats& check) {
+        for (const std::int64_t end = k + rows; k < end; ++k, row += stride) {
+            const auto zero_point = V::set1(zero_points_[k]);
+            for (std::int64_t d = 0; d < width_; d += V::kWidth) {
+                auto value = d + V::kWidth <= a_.dim ? V::values(row + d, zero_point)
+                             : d < a_.dim            ? V::values(row + d, zero_point, a_.dim - d)
+                                                     : V::zero();
+                if constexpr (std::is_same_v<T, std::int8_t>)
+                    value = V::mul(value, V::set1(scales_[k]));
+                check = V::fma(value, V::zero(), check);
+                V::store(values_ + d / kPanel * kValuePanel + k * kPanel + d % kPanel, value);
+            }
+        }
     }
 
     // Scores of the rows of a register tile for a panel of keys.
@@ -173,28 +205,36 @@ private:
     void weigh(std::int64_t r, std::int64_t begin, std::int64_t count) {
         float* scores = scores_ + r * kManyKeys;
         const std::int64_t visible = visible_keys(a_, tile_, r, begin, count);
+        const std::int64_t before = keys_before_window(a_, tile_, r, begin, count);
         float factor = 1;
-        if (visible > 0) {
+        if (before < visible) {
+            const std::int64_t whole = before / V::kWidth * V::kWidth;
+            if (a_.softcap > 0)
+                cap<V>(a_.softcap, visible - whole, scores + whole);
+            for (std::int64_t k = whole; k < before; ++k)
+                scores[k] = kHidden;
             if (a_.mask.data != nullptr)
-                apply_mask<V>(a_, tile_.batch, tile_.row_begin + r / a_.group, tile_.kv_head * a_.group + r % a_.group,
-                              begin, visible, scores);
-            factor = softmax<V>(scores, visible, out_.maximum[r], out_.sum[r]);
+                apply_mask<V>(a_, QueryRow(a_, tile_, r), begin + before, visible - before, scores + before);
+            factor = softmax<V>(scores + whole, visible - whole, out_.maximum[r], out_.sum[r]);
         }
+        const std::int64_t first = before < visible ? before : count;
+        for (std::int64_t k = 0; k < first; ++k)
+            scores[k] = 0;
         for (std::int64_t k = visible; k < count; ++k)
             scores[k] = 0;
         rescale<V>(out_.values + r * width_, width_, factor);
     }
 
-    // Weights times a panel of values, for the rows of a register tile.
-    template <int Rows> void add(std::int64_t first, std::int64_t panel, std::int64_t count) {
+    // Weights times a panel of values of the keys [begin, end), for the rows of a register tile.
+    template <int Rows> void add(std::int64_t first, std::int64_t panel, std::int64_t begin, std::int64_t end) {
         Floats sums[Rows][2];
         for (int r = 0; r < Rows; ++r) {
             const float* source = out_.values + (first + r) * width_ + panel;
             sums[r][0] = V::load(source);
             sums[r][1] = V::load(source + V::kWidth);
         }
-        multiply<V, Rows, 1, kManyKeys>(scores_ + first * kManyKeys, values_ + panel / kPanel * kValuePanel, count,
-                                        sums);
+        multiply<V, Rows, 1, kManyKeys>(scores_ + first * kManyKeys + begin,
+                                        values_ + panel / kPanel * kValuePanel + begin * kPanel, end - begin, sums);
         for (int r = 0; r < Rows; ++r) {
             float* target = out_.values + (first + r) * width_ + panel;
             V::store(target, sums[r][0]);
@@ -223,6 +263,7 @@ private:
     float* values_;             // panels [kManyKeys][kPanel], kValuePanel apart
     float* scales_;             // [kManyKeys]
     std::int32_t* zero_points_; // [kManyKeys]
+    const Unpacker<V> unpack_;
 };
 
 } // namespace gr::simd
