@@ -37,11 +37,26 @@ app = typer.Typer(
 )
 
 
+class PassChoice(str, Enum):
+    """The passes of `graphrewrite.rewrite`."""
+
+    fuse_quantized_sdpa = "fuse_quantized_sdpa"
+    separate_cache_update = "separate_cache_update"
+
+
 class CurrentTokensChoice(str, Enum):
     """How keys and values of the current tokens are read."""
 
     exact = "exact"
     quantized = "quantized"
+
+
+class WeightsChoice(str, Enum):
+    """What becomes of the files that hold a model's weights."""
+
+    gather = "gather"
+    copy = "copy"
+    link = "link"
 
 
 Require = Annotated[
@@ -138,6 +153,10 @@ def rewrite(
         CurrentTokensChoice,
         typer.Option(help="Read the current tokens' keys and values as the source does, or from the cache (lossy)."),
     ] = CurrentTokensChoice.exact,
+    passes: Annotated[
+        list[PassChoice],
+        typer.Option("--pass", help="A pass to run; repeat it for several. separate_cache_update is for float caches."),
+    ] = [PassChoice.fuse_quantized_sdpa],  # noqa: B006 - typer reads it and does not change it
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; write no model.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report to a .json or .html file as well.")
@@ -145,6 +164,13 @@ def rewrite(
     verify: Annotated[
         bool, typer.Option("--verify", help="Run both models on random inputs first; exit with 1 if they differ.")
     ] = False,
+    weights: Annotated[
+        WeightsChoice,
+        typer.Option(
+            help="Of weights in files beside IN: write those in use into one file; copy the files as they are; or link "
+            "them (hard links: no time and no space, and then only onnxruntime reads them, not onnx)."
+        ),
+    ] = WeightsChoice.gather,
 ) -> None:
     """Rewrite a model. OUT is written only when something was rewritten and every requirement is met."""
     _check_paths(source, target, report, dry_run)
@@ -157,7 +183,11 @@ def rewrite(
     try:
         with _progress("matching"):
             result = gr.rewrite(
-                cast("Any", model), require=require, current_tokens=current_tokens.value, dry_run=dry_run
+                cast("Any", model),
+                passes=[one.value for one in passes],
+                require=require,
+                current_tokens=current_tokens.value,
+                dry_run=dry_run,
             )
     except RequirementNotMet as error:
         _show(error.report, report)
@@ -175,7 +205,7 @@ def rewrite(
     if verify:
         _verify_rewrite(source, rewritten)
     with _progress(f"writing {target}"):
-        save(rewritten, target, source=source)
+        save(rewritten, target, source=source, weights=weights.value)
     print(f"wrote {target}")
 
 
@@ -290,6 +320,8 @@ def verify(
         result.print()
     if not result:
         raise typer.Exit(NOT_MET)
+
+
 
 
 @app.command()

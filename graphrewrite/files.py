@@ -6,19 +6,21 @@ it would end up in two folders.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import onnx
 import onnx_ir as ir
 
+from graphrewrite.data_files import copy_file, data_names, link_file, with_data_names
 from graphrewrite.errors import InputError
 from graphrewrite.external_data import check_external_data, external_tensors
 from graphrewrite.models import LoadedModel, is_exported_program
@@ -31,6 +33,11 @@ EXTERNAL_DATA_FROM = 128 << 20
 
 # Tensors of this many bytes and less stay in the model: shape inference needs the small ones (axes, shapes).
 _INLINE_UP_TO = 1024
+
+
+Weights = Literal["gather", "copy", "link"]
+
+_LARGEST_MESSAGE = (1 << 31) - (1 << 20)  # bytes; protobuf's limit, and room for the nodes
 
 
 def check_output(path: Path, source: Path | None = None, *, overwrite_input: bool = False) -> None:
@@ -80,19 +87,30 @@ def save(
     source: str | os.PathLike[str] | None = None,
     overwrite_input: bool = False,
     external_data_from: int = EXTERNAL_DATA_FROM,
+    weights: Weights = "gather",
 ) -> None:
-    """Writes a model whole or not at all.
+    """Writes a model whole or not at all, and never over a file that it reads from.
 
     Args:
         model: an ONNX model for a ``.onnx`` file, an ExportedProgram for a ``.pt2`` file. It is left as it was.
         path: the file to write. An older file there is replaced.
         source: the file the model was read from; it is not overwritten unless `overwrite_input`.
         external_data_from: total bytes of an ONNX model's weights from which they go to ``NAME.data`` beside it.
+        weights: what becomes of data files that an ONNX model reads from.
+            "gather" reads the weights that the model has and writes them anew, into one file.
+            "copy" copies the files as they are, to ``NAME.data``, ``NAME.data.1`` and so on, without a look at them: by
+            reference where the file system can, and without their holes.
+            "link" gives the files these names as second ones (hard links), which takes no time and no space.
+            onnxruntime reads such files; onnx and onnx_ir refuse to, of the new model and of the old one alike, as
+            long as the file has two names.
 
     Raises:
         InputError: `model` is not a model, the suffix does not fit it, as `check_output`, the system refuses the file,
-            weights in files cannot be read, or the weights file would replace one that the model still reads from.
+            weights in files cannot be read or linked, or the weights file would replace one that the model still reads
+            from.
     """
+    if weights not in get_args(Weights):
+        raise InputError(f"weights: {weights!r} is none of {', '.join(get_args(Weights))}")
     if not isinstance(model, (onnx.ModelProto, ir.Model)) and not is_exported_program(model):
         raise InputError(
             f"a {type(model).__name__} is not a model to save: give an onnx.ModelProto, an onnx_ir.Model or a "
@@ -112,7 +130,11 @@ def save(
             os.replace(folder / target.name, target)
     else:
         onnx_model = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else cast("ir.Model", model)
-        _save_onnx(onnx_model, target, overwrite_input, external_data_from)
+        check_external_data(onnx_model, "the model")
+        if weights != "gather" and next(external_tensors(onnx_model), None) is not None:
+            _save_with_files(onnx_model, target, overwrite_input, link=weights == "link")
+        else:
+            _save_gathered(onnx_model, target, overwrite_input, external_data_from)
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:
@@ -122,16 +144,13 @@ def _as_path(path: str | os.PathLike[str]) -> Path:
         raise InputError(f"{path!r} is not a path; give a str or a pathlib.Path") from None
 
 
-def _save_onnx(model: ir.Model, target: Path, overwrite_input: bool, external_data_from: int) -> None:
+def _save_gathered(model: ir.Model, target: Path, overwrite_input: bool, external_data_from: int) -> None:
     tensors = list(initializer_tensors(model))
     separate = sum(tensor.nbytes for tensor in tensors) >= external_data_from
     data = target.with_name(f"{target.name}.data")
-    check_external_data(model, "the model")
     read = {tensor.path for tensor in external_tensors(model)}
-    if separate and not overwrite_input and data.resolve() in {Path(path).resolve() for path in read}:
-        raise InputError(f"{data} holds weights of the input; give another name for the output")
     if separate:
-        check_output(data)
+        _check_data(data, read, overwrite_input)
     with _staging(target) as folder:
         # Without `external_data`, weights that lie in a file now would still be looked for there. Where nothing goes
         # to a file its name is short: onnx_ir makes a folder of a longer name for it.
@@ -143,9 +162,43 @@ def _save_onnx(model: ir.Model, target: Path, overwrite_input: bool, external_da
             if isinstance(error, OSError) and error.filename not in read:
                 raise
             raise InputError(f"{target} is not written, the model cannot be read: {error}") from error
-        if separate:
-            os.replace(folder / data.name, data)
-        os.replace(folder / target.name, target)
+        _publish(folder, target, [data] if separate else [])
+
+
+def _save_with_files(model: ir.Model, target: Path, overwrite_input: bool, *, link: bool) -> None:
+    """Writes a model with the data files it reads from as they are."""
+    names = data_names(model, target)
+    data = [target.with_name(name) for name in names.values()]
+    for path in data:
+        _check_data(path, names, overwrite_input)
+    inside = sum(t.nbytes for t in initializer_tensors(model) if not isinstance(t, ir.ExternalTensor))
+    if inside > _LARGEST_MESSAGE:
+        raise InputError(f"{inside} bytes of weights are in memory, more than a model file holds; gather the weights")
+    with _staging(target) as folder:
+        (folder / target.name).write_bytes(with_data_names(model, names).SerializeToString())
+        for source, name in names.items():
+            (link_file if link else copy_file)(source, folder / name)
+        _publish(folder, target, data)
+
+
+def _check_data(data: Path, read: Collection[str], overwrite_input: bool) -> None:
+    if not overwrite_input and data.resolve() in {Path(path).resolve() for path in read}:
+        raise InputError(f"{data} holds weights of the input; give another name for the output")
+    check_output(data)
+
+
+def _publish(folder: Path, target: Path, data: Sequence[Path]) -> None:
+    """Moves a model and its data files to where they belong, the model last.
+
+    An older model at the target goes first when its data files are replaced: whatever happens in between, no model ever
+    stands beside weights of another.
+    """
+    if any(path.exists() for path in data):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(target, folder / "older")
+    for path in data:
+        os.replace(folder / path.name, path)
+    os.replace(folder / target.name, target)
 
 
 def initializer_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:

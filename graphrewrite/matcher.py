@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from graphrewrite.patterns import Pattern, load_patterns
-from graphrewrite.patterns._quantized_cache import quantized_current_tokens
+from graphrewrite.graph import Graph
+from graphrewrite.patterns import DEFAULT_PASS, Pattern, load_patterns
+from graphrewrite.patterns._sites import holds_floats, with_current_tokens
 from graphrewrite.report import Mismatch, Report, SiteSummary
 from graphrewrite.site import SdpaSite
-from graphrewrite.vocabulary import Attention, Dim, Graph, V
+from graphrewrite.vocabulary import Attention, Dim, V
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,25 @@ class Findings(Generic[V]):
 
 
 def find_sites(
-    graph: Graph[V], *, current_tokens: str = "exact", patterns: Sequence[Pattern] | None = None
+    graph: Graph[V],
+    *,
+    current_tokens: str = "exact",
+    passes: Sequence[str] = (DEFAULT_PASS,),
+    patterns: Sequence[Pattern] | None = None,
 ) -> Findings[V]:
-    """Match every attention core of `graph`. current_tokens: "exact" or "quantized", see `graphrewrite.rewrite`."""
-    chosen = load_patterns() if patterns is None else tuple(patterns)
+    """Match every attention core of `graph`.
+
+    current_tokens: "exact" or "quantized", see `graphrewrite.rewrite`. passes: those whose patterns are tried, unless
+    `patterns` are given.
+    """
+    chosen = load_patterns(tuple(passes)) if patterns is None else tuple(patterns)
     sites: list[SdpaSite[V]] = []
     summaries: list[SiteSummary] = []
     refusals: list[Mismatch] = []
     for core in graph.attentions():
         found = core if isinstance(core, Mismatch) else _match(core, graph, chosen)
-        if isinstance(found, SdpaSite) and current_tokens == "quantized":
-            found = quantized_current_tokens(graph, found)
+        if isinstance(found, SdpaSite):
+            found = with_current_tokens(graph, found, current_tokens)
         if isinstance(found, Mismatch):
             refusals.append(found)
         else:
@@ -42,22 +51,39 @@ def find_sites(
 
 
 def _match(attention: Attention[V], graph: Graph[V], patterns: Sequence[Pattern]) -> SdpaSite[V] | Mismatch:
-    refusal: Mismatch | None = None
+    """The site of the first pattern that matches, else the refusal of the pattern that came nearest.
+
+    A pattern that refuses has recognised its form; one that returns None has not. Of two that refuse, the one that
+    names more nodes has followed the graph further back from the attention.
+    """
+    nearest: Mismatch | None = None
     for pattern in patterns:
         found = pattern.match(attention, graph)
         if isinstance(found, SdpaSite):
             return found
-        if found is not None and refusal is None:
-            refusal = replace(found, pattern=pattern.NAME)
-    if refusal is not None:
-        return refusal
-    name, key = graph.name(attention.output), graph.name(attention.key.value)
+        if found is not None and (nearest is None or len(found.nodes) > len(nearest.nodes)):
+            nearest = replace(found, pattern=pattern.NAME)
+    return nearest or _unmatched(attention, graph)
+
+
+def _unmatched(attention: Attention[V], graph: Graph[V]) -> Mismatch:
+    name, key = graph.name(attention.output.value), graph.name(attention.key.value)
+    if holds_floats(graph, attention):
+        return Mismatch(
+            "cache-not-quantized",
+            "the caches hold floats, so there is no dequantization to remove",
+            (name, key, graph.name(attention.value.value)),
+            remedy="quantize the caches with the pass quantize_kv_cache, or keep them float and write them with "
+            "operators of their own with the pass separate_cache_update",
+        )
     return Mismatch("no-pattern", f"the keys come from {key}, which no pattern reads as a quantized cache", (name, key))
 
 
 def _summary(graph: Graph[V], site: SdpaSite[V]) -> SiteSummary:
-    codes = _dims(graph, site.key.codes)
-    updates = [name for name, update in (("key", site.key_update), ("value", site.value_update)) if update is not None]
+    codes = _dims(graph, site.key.data)
+    updates = [
+        name for name, update in (("key", site.key_update), ("value", site.value_update)) if update in site.updates
+    ]
     return SiteSummary(
         name=site.name,
         pattern=site.pattern,
@@ -66,7 +92,7 @@ def _summary(graph: Graph[V], site: SdpaSite[V]) -> SiteSummary:
         kv_heads=codes[site.layout.heads_axis],
         head_size=codes[3],
         capacity=codes[site.layout.sequence_axis],
-        current_tokens="quantized" if site.recent_key is None else "exact",
+        current_tokens="exact" if site.key.scales is None or site.recent_key is not None else "quantized",
         updates="+".join(updates) or "none",
         notes=site.notes,
     )

@@ -1,29 +1,31 @@
-"""Rewriting and explaining models of every kind."""
+"""Rewriting and explaining models of every kind, with the passes of `graphrewrite.passes`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
 
-from graphrewrite.errors import InputError, RequirementNotMet
-from graphrewrite.matcher import find_sites
+from graphrewrite.errors import InputError
+from graphrewrite.garbage import collection_paused
 from graphrewrite.models import LoadedModel, ModelLike, load
+from graphrewrite.passes import FuseQuantizedSdpa, SeparateCacheUpdate
+from graphrewrite.passes.reporting import CurrentTokens, check_requirement, checked_names, joined
 from graphrewrite.report import Report, RewriteResult
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-PASSES = ("fuse_quantized_sdpa",)
-CurrentTokens = Literal["exact", "quantized"]
+PASSES = ("fuse_quantized_sdpa", "separate_cache_update")
+DEFAULT_PASSES = PASSES[:1]
 
 
 def rewrite(
     model: ModelLike,
     *,
-    passes: Sequence[str] = PASSES,
+    passes: Sequence[str] = DEFAULT_PASSES,
     current_tokens: CurrentTokens = "exact",
     require: int | None = None,
     dry_run: bool = False,
@@ -32,7 +34,9 @@ def rewrite(
 
     Args:
         model: an ExportedProgram, an ONNX model, or the path of one. It is not changed.
-        passes: names of the passes to run, in order. "fuse_quantized_sdpa" is UpdateQuantizedCache + CustomSdpa.
+        passes: names of the passes to run, in order. "fuse_quantized_sdpa" is UpdateQuantizedCache + CustomSdpa, for
+            attention over a dequantized cache; "separate_cache_update" is UpdateCache + CustomSdpa, for attention over
+            a float cache that the graph writes.
         current_tokens: how the keys and values of the current tokens are read where the source reads them exactly:
             "exact" keeps that (the result equals the source), "quantized" reads them back from the cache (lossy).
         require: the least number of attentions that must be fused in the result.
@@ -46,15 +50,15 @@ def rewrite(
         InputError: not a model, or an argument out of range.
         RequirementNotMet: fewer than `require` sites; carries the report.
     """
-    _check_options(passes, current_tokens, require)
+    names = checked_names(passes, PASSES)
+    FuseQuantizedSdpa(current_tokens=current_tokens, require=require)  # the same bounds, before anything is read
     loaded = load(model)
-    if isinstance(loaded, onnx.ModelProto):
-        result = _rewrite_onnx(_deserialize(loaded), current_tokens, require, dry_run)
-        changed = bool(result.report.sites) and not dry_run
-        return RewriteResult(ir.to_proto(result.model) if changed else loaded, result.report)
-    if isinstance(loaded, ir.Model):
-        return cast("RewriteResult[LoadedModel]", _rewrite_onnx(loaded, current_tokens, require, dry_run))
-    return cast("RewriteResult[LoadedModel]", _rewrite_fx(loaded, current_tokens, require, dry_run))
+    if isinstance(loaded, (onnx.ModelProto, ir.Model)):
+        rewritten, report = _rewrite_onnx(loaded, names, current_tokens, dry_run, owned=loaded is not model)
+    else:
+        rewritten, report = _rewrite_fx(loaded, names, current_tokens, dry_run)
+    check_requirement(report, require)
+    return RewriteResult(rewritten, report)
 
 
 def explain(model: ModelLike) -> Report:
@@ -62,24 +66,42 @@ def explain(model: ModelLike) -> Report:
     return rewrite(model, dry_run=True).report
 
 
-def _check_options(passes: Sequence[str], current_tokens: str, require: int | None) -> None:
-    sequence = isinstance(passes, Sequence) and not isinstance(passes, str)
-    if not sequence or not passes or any(name not in PASSES for name in passes):
-        raise InputError(f"passes: {passes!r} is not a non-empty sequence of names out of {', '.join(PASSES)}")
-    if current_tokens not in ("exact", "quantized"):
-        raise InputError(f'current_tokens: {current_tokens!r} is neither "exact" nor "quantized"')
-    if require is not None and (isinstance(require, bool) or not isinstance(require, int) or require < 0):
-        raise InputError(f"require: {require!r} is not a number of sites")
+def _rewrite_onnx(
+    model: onnx.ModelProto | ir.Model, names: Sequence[str], current_tokens: CurrentTokens, dry_run: bool, owned: bool
+) -> tuple[LoadedModel, Report]:
+    """Rewrites in place what is not the caller's: what was read from a file or made of a proto. Of a model, a copy."""
+    from graphrewrite.onnx.inline import holds_attention, inline_attention
+
+    with collection_paused():
+        classes = {one.PASS: one for one in (FuseQuantizedSdpa, SeparateCacheUpdate)}
+        passes = [classes[name](current_tokens=current_tokens) for name in names]
+        graph = _deserialize(model) if isinstance(model, onnx.ModelProto) else model
+        opens_functions = any(map(holds_attention, graph.functions.values()))
+        if graph is model and (opens_functions or not (owned or dry_run)):
+            graph = _clone(graph)
+        if opens_functions:
+            inline_attention(graph)
+        if dry_run:
+            return model, joined([one.explain(graph) for one in passes])
+        modified = [one(graph).modified for one in passes]
+        report = joined([one.report for one in passes])
+        if not any(modified):
+            return model, report
+        return ir.to_proto(graph) if isinstance(model, onnx.ModelProto) else graph, report
 
 
-def _check_requirement(report: Report, require: int | None) -> None:
-    if require is None:
-        return
-    fused = len(report.sites) + report.already_fused
-    if fused < require:
-        raise RequirementNotMet(
-            f"{require} fused attentions are required and {fused} found: {report.summary()}", report
-        )
+def _rewrite_fx(
+    program: ExportedProgram, names: Sequence[str], current_tokens: CurrentTokens, dry_run: bool
+) -> tuple[LoadedModel, Report]:
+    from graphrewrite.passes import FuseQuantizedSdpaInProgram, SeparateCacheUpdateInProgram
+
+    classes = {one.PASS: one for one in (FuseQuantizedSdpaInProgram, SeparateCacheUpdateInProgram)}
+    passes = [classes[name](current_tokens=current_tokens) for name in names]
+    if dry_run:
+        return program, joined([one.explain(program) for one in passes])
+    for one in passes:
+        program = one(program).exported_program
+    return program, joined([one.report for one in passes])
 
 
 def _deserialize(model: onnx.ModelProto) -> ir.Model:
@@ -89,35 +111,8 @@ def _deserialize(model: onnx.ModelProto) -> ir.Model:
         raise InputError(f"the ModelProto is not a sound model ({type(error).__name__}: {error})") from error
 
 
-def _rewrite_onnx(
-    model: ir.Model, current_tokens: CurrentTokens, require: int | None, dry_run: bool
-) -> RewriteResult[ir.Model]:
-    from graphrewrite.onnx.prepare import with_shapes
-    from graphrewrite.onnx.reader import OnnxGraph
+def _clone(model: ir.Model) -> ir.Model:
+    from graphrewrite.onnx.prepare import check_sound
 
-    copy = with_shapes(model)
-    findings = find_sites(OnnxGraph(copy), current_tokens=current_tokens)
-    _check_requirement(findings.report, require)
-    if dry_run or not findings.sites:
-        return RewriteResult(model, findings.report)
-    from graphrewrite.onnx.emitter import emit
-
-    emit(copy, findings.sites)
-    return RewriteResult(copy, findings.report)
-
-
-def _rewrite_fx(
-    program: ExportedProgram, current_tokens: CurrentTokens, require: int | None, dry_run: bool
-) -> RewriteResult[ExportedProgram]:
-    from graphrewrite.fx.prepare import functional_copy
-    from graphrewrite.fx.reader import FxGraph
-
-    copy = functional_copy(program)
-    findings = find_sites(FxGraph(copy), current_tokens=current_tokens)
-    _check_requirement(findings.report, require)
-    if dry_run or not findings.sites:
-        return RewriteResult(program, findings.report)
-    from graphrewrite.fx.emitter import emit
-
-    emit(copy, findings.sites)
-    return RewriteResult(copy, findings.report)
+    check_sound(model)  # a copy is made in the order of the nodes
+    return model.clone()

@@ -25,10 +25,16 @@ import torch
 import torch.nn.functional as F
 
 _SDPA_TAIL = "Tensor? attn_mask=None, float drpout_p=0.0, bool is_causal=False, float? scale=None) -> Tensor"
+_CODES_TAIL = (
+    "Tensor? q_zero_points=None, Tensor? q_scales=None, Tensor? k_zero_points=None, Tensor? k_scales=None, "
+    "Tensor? v_zero_points=None, Tensor? v_scales=None, bool is_seq_at_dim_2=False) -> Tensor"
+)
 _SCHEMAS = {
     "sdpa_with_kv_cache": "(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "SymInt start_pos, SymInt seq_len, " + _SDPA_TAIL,
     "custom_sdpa": "(Tensor query, Tensor key, Tensor value, SymInt start_pos, " + _SDPA_TAIL,
+    "custom_quantized_sdpa": "(Tensor query, Tensor key, Tensor value, SymInt start_pos, "
+    + _SDPA_TAIL.replace(") -> Tensor", ", " + _CODES_TAIL),
     "update_cache": "(Tensor value, Tensor(a!) cache, SymInt start_pos) -> Tensor",
     "update_cache_with_indices": "(Tensor value, Tensor(a!) cache, SymInt start_pos, Tensor indices) -> Tensor",
 }
@@ -128,6 +134,35 @@ def _custom_sdpa(
     return out.reshape(batch, kv_heads, group, rows, head_size).permute(0, 3, 1, 2, 4).reshape(query.shape).contiguous()
 
 
+def _custom_quantized_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start_pos: int,
+    attn_mask: torch.Tensor | None = None,
+    drpout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    q_zero_points: torch.Tensor | None = None,
+    q_scales: torch.Tensor | None = None,
+    k_zero_points: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_zero_points: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    is_seq_at_dim_2: bool = False,
+) -> torch.Tensor:
+    """int8 query, key and value with scales and zero points [B,S,H,1]; with `is_seq_at_dim_2` all are [B,H,S,D]."""
+    parameters = ((query, q_scales, q_zero_points), (key, k_scales, k_zero_points), (value, v_scales, v_zero_points))
+    floats = []
+    for codes, scales, points in parameters:
+        if scales is None or points is None:
+            raise ValueError("custom_quantized_sdpa: query, key and value need scales and zero points")
+        rows = (codes.to(torch.float32) - points.to(torch.float32)) * scales
+        floats.append(rows.transpose(1, 2) if is_seq_at_dim_2 else rows)
+    output = _custom_sdpa(floats[0], floats[1], floats[2], start_pos, attn_mask, drpout_p, is_causal, scale)
+    return output.transpose(1, 2).contiguous() if is_seq_at_dim_2 else output
+
+
 def _sdpa_with_kv_cache(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -168,6 +203,10 @@ def _like_query(query: torch.Tensor, *args: object, **kwargs: object) -> torch.T
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
+def _float_like_query(query: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
 def _dummy(value: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return value.new_zeros(1)
 
@@ -175,6 +214,7 @@ def _dummy(value: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "sdpa_with_kv_cache": (_sdpa_with_kv_cache, _like_query),
     "custom_sdpa": (_custom_sdpa, _like_query),
+    "custom_quantized_sdpa": (_custom_quantized_sdpa, _float_like_query),
     "update_cache": (_update_cache, _dummy),
     "update_cache_with_indices": (_update_cache_with_indices, _dummy),
 }

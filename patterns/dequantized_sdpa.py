@@ -2,24 +2,26 @@
 
     attention(q, dequantize(key cache), dequantize(value cache), ...)
 
-This is custom_sdpa without an overwrite, and ONNX Attention over DequantizeLinear or its Cast-Sub-Mul spelling.
+This is custom_sdpa without an overwrite, torch's scaled_dot_product_attention or ONNX Attention over a dequantized
+cache, and attention written out over one.
 """
 
 from __future__ import annotations
 
-from graphrewrite.patterns._quantized_cache import build_site, read_caches
+from graphrewrite.graph import Graph
+from graphrewrite.patterns._caches import read_caches
+from graphrewrite.patterns._sites import build_site
 from graphrewrite.report import Mismatch
 from graphrewrite.site import SdpaSite
-from graphrewrite.vocabulary import Attention, Graph, Position, V
+from graphrewrite.vocabulary import Attention, V
 
 NAME = "dequantized-sdpa"
 
 
 def match(attention: Attention[V], graph: Graph[V]) -> SdpaSite[V] | Mismatch | None:
-    if attention.new_key is not None:
+    if attention.new_key is not None or attention.codes is not None:
         return None
-    reads = read_caches(graph, attention.key, attention.value, graph.name(attention.output))
+    reads = read_caches(graph, attention, attention.key, attention.value)
     if reads is None or isinstance(reads, Mismatch):
         return reads
-    # A start of None means that the mask alone decides; position 0 then bounds nothing.
-    return build_site(graph, attention, NAME, *reads, attention.start or Position(None))
+    return build_site(graph, attention, NAME, *reads, attention.start)

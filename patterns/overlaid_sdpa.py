@@ -7,40 +7,59 @@ The overwritten rows are the recent rows of the fused operator, provided both wr
 
 from __future__ import annotations
 
-from graphrewrite.patterns._quantized_cache import build_site, read_caches
+from dataclasses import replace
+
+from graphrewrite.graph import Graph
+from graphrewrite.patterns._caches import CacheRead, read_caches, unsliced
+from graphrewrite.patterns._sites import build_site
+from graphrewrite.patterns._updates import same_slots
+from graphrewrite.positions import same_position, slots_of
 from graphrewrite.report import Mismatch
 from graphrewrite.site import SdpaSite
-from graphrewrite.vocabulary import Attention, CacheWrite, Graph, Operand, V
-from graphrewrite.walk import peel, same_position
+from graphrewrite.vocabulary import Attention, CacheWrite, Position, V
+from graphrewrite.walk import Written, written
 
 NAME = "overlaid-sdpa"
 
 
 def match(attention: Attention[V], graph: Graph[V]) -> SdpaSite[V] | Mismatch | None:
-    if attention.new_key is not None:
+    if attention.new_key is not None or attention.codes is not None:
         return None
-    core = graph.name(attention.output)
-    key, value = peel(graph, attention.key), peel(graph, attention.value)
-    key_write, value_write = graph.concept(key.value), graph.concept(value.value)
-    if not (isinstance(key_write, CacheWrite) and isinstance(value_write, CacheWrite)):
+    dtype = graph.dtype(attention.query.value) or ""
+    (key, key_end), (value, value_end) = (
+        unsliced(graph, operand, dtype) for operand in (attention.key, attention.value)
+    )
+    where = (graph.name(attention.output.value), graph.name(key.value), graph.name(value.value))
+    key_write, value_write = written(graph, key), written(graph, value)
+    if key_write is None or value_write is None:
+        if all(isinstance(graph.concept(operand.value), CacheWrite) for operand in (key, value)):
+            return Mismatch("write-axis", "the current rows are not written along the sequence axis", where)
         return None
-    reads = read_caches(graph, Operand(key_write.cache, key.layout), Operand(value_write.cache, value.layout), core)
-    if reads is None:
-        return Mismatch(
-            "cache-not-quantized",
-            "the caches hold floats, so there is no dequantization to remove",
-            (core, graph.name(key.value), graph.name(value.value)),
-        )
-    if isinstance(reads, Mismatch):
+    reads = read_caches(graph, attention, key_write.cache, value_write.cache)
+    if reads is None or isinstance(reads, Mismatch):
         return reads
-    writes = (core, graph.name(key.value), graph.name(value.value))
-    if key_write.axis != key.layout.sequence_axis or value_write.axis != value.layout.sequence_axis:
-        return Mismatch("write-axis", "the current rows are not written along the sequence axis", writes)
-    if not same_position(graph, key_write.start, value_write.start) or (
-        attention.start is not None and not same_position(graph, key_write.start, attention.start)
-    ):
-        return Mismatch(
-            "position-differs", "the rows overwritten and the positions attended to start at different values", writes
-        )
-    recent = (Operand(key_write.value, key.layout), Operand(value_write.value, value.layout))
-    return build_site(graph, attention, NAME, *reads, key_write.start, recent)
+    if not same_slots(graph, (key_write.slots, key_write.rows), (value_write.slots, value_write.rows)):
+        return Mismatch("position-differs", "the rows of keys and values are overwritten at different slots", where)
+    ends = zip(reads, (key_end, value_end), strict=True)
+    key_read, value_read = (read if end is None else replace(read, end=end) for read, end in ends)
+    return _site(graph, attention, (key_read, value_read), (key_write, value_write), where)
+
+
+def _site(
+    graph: Graph[V],
+    attention: Attention[V],
+    reads: tuple[CacheRead[V], CacheRead[V]],
+    writes: tuple[Written[V], Written[V]],
+    where: tuple[str, ...],
+) -> SdpaSite[V] | Mismatch:
+    slots = writes[0].slots
+    is_run = slots.start is not None and not slots.ring
+    start: Position[V] | None = attention.start or (slots.start if is_run else None)
+    recent = (writes[0].rows, writes[1].rows)
+    site = build_site(graph, attention, NAME, *reads, start, recent, None if is_run else slots)
+    if isinstance(site, SdpaSite) and is_run and slots.start is not None:
+        new = slots_of(graph, site.query), slots_of(graph, recent[0])
+        if not same_position(graph, site.start, slots.start, new):
+            message = "the rows overwritten and the positions attended to start at different values"
+            return Mismatch("position-differs", message, where)
+    return site

@@ -28,9 +28,10 @@ class QuantizedCache(nn.Module):
         self.symmetric, self.flaw = symmetric, flaw
         heads = (1, CAPACITY, KV_HEADS)
         scale_dtype = torch.float64 if flaw == "scale-dtype" else torch.float32
-        scale_size = HEAD_SIZE if flaw == "scale-granularity" else 1
         self.register_buffer("codes", torch.zeros(*heads, head_size, dtype=torch.int8))
-        self.register_buffer("scales", torch.ones(*heads, scale_size, dtype=scale_dtype))
+        # The flaw: one scale for all heads of a token.
+        scale_heads = (1, CAPACITY, 1) if flaw == "scale-granularity" else heads
+        self.register_buffer("scales", torch.ones(*scale_heads, 1, dtype=scale_dtype))
         zero_dtype = torch.int32 if flaw == "zero-point-dtype" else torch.int8
         self.register_buffer("zero_points", torch.zeros(*heads, 1, dtype=zero_dtype))
 
@@ -42,7 +43,7 @@ class QuantizedCache(nn.Module):
         if self.flaw == "lossy-scales":
             scales = scales.to(torch.float16)
         if self.flaw == "scale-granularity":
-            scales = scales.expand(1, rows.shape[1], KV_HEADS, HEAD_SIZE).contiguous()
+            scales = scales[:, :, :1]
         scale_start = start + 1 if self.flaw == "scales-elsewhere" else start
         # Not `.to`: of a symmetric scale torch.export believes float64, where it is float32, and asserts that.
         scales = torch.ops.aten._to_copy(scales, dtype=self.scales.dtype)
@@ -101,7 +102,7 @@ class Layer(nn.Module):
         if self.flaw == "writes-a-view":
             keys, values = keys[:, 2:], values[:, 2:]
         if self.flaw == "query-dtype":
-            query = query.to(torch.float16)
+            query = query.to(torch.float64)
         if self.flaw == "recent-rows":
             query = query[:, -1:]
         if self.flaw == "attention-in-branch":
@@ -119,6 +120,65 @@ class Layer(nn.Module):
         return _llama.custom_sdpa(query, keys, values, again, mask, 0.0, causal)
 
 
+class QuantizedQueryLayer(nn.Module):
+    """An attention that takes the codes of query and caches as they are.
+
+    heads_first: all tensors are [B,H,S,D]. flaw: "scale-granularity": one scale for all heads of a token.
+    """
+
+    def __init__(self, *, heads_first: bool = False, masked: bool = False, flaw: str = "") -> None:
+        super().__init__()
+        self.heads_first, self.masked, self.flaw = heads_first, masked, flaw
+        self.keys, self.values = QuantizedCache(), QuantizedCache()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        start: Any = position[0].item()
+        torch._check(start >= 0)
+        torch._check(start + query.shape[1] <= CAPACITY)
+        self.keys.write(key, start), self.values.write(value, start)
+        scales, points = _quantized.choose_qparams_per_token_asymmetric(query, torch.int8)
+        codes = _quantized.quantize_per_token(query, scales, points, -128, 127, torch.int8)
+        parts = [codes, points.to(torch.int8), scales.to(torch.float32)]
+        if self.flaw == "scale-granularity":
+            parts[2] = parts[2][:, :, :1]
+        parts += [part for c in (self.keys, self.values) for part in (c.codes, c.zero_points, c.scales)]
+        if self.heads_first:
+            parts = [part.transpose(1, 2) for part in parts]
+        causal = mask is None
+        output = _llama.custom_quantized_sdpa(
+            parts[0], parts[3], parts[6], start, mask, 0.0, causal, None, *parts[1:3], *parts[4:6], *parts[7:9],
+            self.heads_first,
+        )  # fmt: skip
+        return output.transpose(1, 2) if self.heads_first else output
+
+
+class FloatLayer(nn.Module):
+    """Caches of floats. joint: one operator writes and attends; otherwise update_cache, then custom_sdpa."""
+
+    def __init__(self, *, joint: bool, dtype: torch.dtype = torch.float32, masked: bool = False) -> None:
+        super().__init__()
+        self.joint, self.masked, self.dtype = joint, masked, dtype
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(1, CAPACITY, KV_HEADS, HEAD_SIZE, dtype=dtype))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        start: Any = position[0].item()
+        count = query.shape[1]
+        torch._check(start >= 0)
+        torch._check(start + count <= CAPACITY)
+        query, key, value = (rows.to(self.dtype) for rows in (query, key, value))
+        causal = mask is None
+        if self.joint:
+            return _llama.sdpa_with_kv_cache(query, key, value, self.keys, self.values, start, count, mask, 0.0, causal)
+        _llama.update_cache(key, self.keys, start)
+        _llama.update_cache(value, self.values, start)
+        return _llama.custom_sdpa(query, self.keys, self.values, start, mask, 0.0, causal)
+
+
 def inputs(count: int, start: int, *, masked: bool = False, seed: int = 0) -> tuple[Tensor, ...]:
     """Arguments of `Layer` for `count` new tokens from `start` on; with a mask, causal by that mask."""
     random = torch.Generator().manual_seed(seed + start)
@@ -131,7 +191,7 @@ def inputs(count: int, start: int, *, masked: bool = False, seed: int = 0) -> tu
     return (*rows, torch.where(seen, 0.0, -torch.inf))
 
 
-def export(layer: Layer) -> ExportedProgram:
+def export(layer: Any) -> ExportedProgram:
     count = Dim("S", min=1, max=CAPACITY - 1)
     rows = {1: count}
     shapes = (rows, rows, rows, None, {0: count} if layer.masked else None)

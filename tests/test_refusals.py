@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 from fx_forms import Layer, export
 from graph_text import onnx_text
-from onnx_forms import MASKED, SPELLED, build
+from onnx_forms import MASKED, MULTI_HEAD, SPELLED, build
+from test_fx_forms import REFUSALS as STANDARD_REFUSALS
 
 import graphrewrite as gr
 from graphrewrite.refusals import REFUSALS
@@ -84,7 +85,6 @@ ONNX_REFUSALS: dict[str, Callable[[], ir.Model]] = {
     "attention-past": lambda: build(
         replace=((ATTENTION, "Attention<is_causal=1>(query, key, value, , key_float, value_float)"),)
     ),
-    "softcap": lambda: build(replace=(("Attention<is_causal=1>", "Attention<is_causal=1, softcap=30.0>"),)),
     "attention-rank": lambda: build(
         replace=(
             (ATTENTION, "Attention<is_causal=1, q_num_heads=1, kv_num_heads=1>(q3, k3, v3)"),
@@ -129,7 +129,7 @@ ONNX_REFUSALS: dict[str, Callable[[], ir.Model]] = {
 
 ONNX_REFUSALS |= {
     "attention-attribute": lambda: build(
-        opset=25, replace=(("Attention<is_causal=1>", "Attention<is_causal=1, left_window_size=2>"),)
+        opset=25, replace=(("Attention<is_causal=1>", "Attention<is_causal=1, right_window_size=1>"),)
     ),
     "attention-outputs": lambda: build(
         replace=(
@@ -137,19 +137,7 @@ ONNX_REFUSALS |= {
             ('"", "", "", valid)', '"", "", "", valid) used = Identity(scores)'),
         )
     ),
-    "attention-in-function": lambda: ir.from_proto(onnx.parser.parse_model(FUNCTION)),
     "cache-layout": lambda: build(replace=keys_through(f"{RESHAPED} {DEQUANTIZED} key_t = {SWAPPED}(key_d)", "key_t")),
-    "capacity-unknown": lambda: build(
-        replace=(
-            (ATTENTION, "Attention(query, key_float, value_float)"),
-            ("int8[1,2,32,16] key_codes,", "int8[1,2,C,16] key_codes,"),
-            ("float[1,2,32,1] key_scales,", "float[1,2,C,1] key_scales,"),
-            ("int8[1,2,32,1] key_zeros,", "int8[1,2,C,1] key_zeros,"),
-            ("int8[1,2,32,16] key_codes_out", "int8[1,2,C,16] key_codes_out"),
-            ("float[1,2,32,1] key_scales_out", "float[1,2,C,1] key_scales_out"),
-            ("int8[1,2,32,1] key_zeros_out", "int8[1,2,C,1] key_zeros_out"),
-        )
-    ),
     "codes-dtype": lambda: build(
         replace=keys_through(
             "key_c = Cast<to=2>(key_codes_out) key_z = Cast<to=2>(key_zeros_out) "
@@ -162,7 +150,7 @@ ONNX_REFUSALS |= {
         replace=(
             (
                 "output = Attention(query, key_float, value_float, mask)",
-                "half = Cast<to=10>(mask) output = Attention(query, key_float, value_float, half)",
+                "wide = Cast<to=11>(mask) output = Attention(query, key_float, value_float, wide)",
             ),
         ),
     ),
@@ -173,9 +161,51 @@ ONNX_REFUSALS |= {
             "key_d",
         )
     ),
+    "slices-differ": lambda: build(
+        attention=MASKED,
+        replace=(
+            (
+                "output = Attention(query, key_float, value_float, mask)",
+                "from = Constant<value_ints=[0]>() along = Constant<value_ints=[2]>() "
+                "key_cut = Slice(key_float, from, position, along) value_cut = Slice(value_float, from, valid, along) "
+                "output = Attention(query, key_cut, value_cut, mask)",
+            ),
+        ),
+    ),
     "write-axis": lambda: build(
         attention=f"{WRITTEN} {ATTENTION_WRITTEN}",
         replace=(("TensorScatter<axis=2>(key_float,", "TensorScatter<axis=1>(key_float,"),),
+    ),
+}
+
+
+MICROSOFT = ', "com.microsoft" : 1'
+# More ways to the codes above: how the graph differs from one that is rewritten.
+MORE_REFUSALS: dict[str, tuple[str, Callable[[], ir.Model]]] = {
+    "MultiHeadAttention with a bias": (
+        "attention-attribute",
+        lambda: build(
+            attention=MULTI_HEAD,
+            domains=MICROSOFT,
+            replace=(('keys, values, "", "", bias)', 'keys, values, hidden_bias, "", bias)'),),
+        ),
+    ),
+    "MultiHeadAttention with a past": (
+        "attention-past",
+        lambda: build(
+            attention=MULTI_HEAD,
+            domains=MICROSOFT,
+            replace=(('keys, values, "", "", bias)', 'keys, values, "", "", bias, keys, values)'),),
+        ),
+    ),
+    "key heads repeated in turn": (
+        "half-quantized",
+        lambda: build(
+            attention=MULTI_HEAD.replace(
+                "keys_axis = Constant<value_ints=[2]>", "keys_axis = Constant<value_ints=[1]>"
+            ),
+            domains=MICROSOFT,
+        ),
     ),
 }
 
@@ -185,7 +215,9 @@ def test_every_code_is_listed_and_produced() -> None:
     sources = [path for folder in ("graphrewrite", "patterns") for path in Path(folder).rglob("*.py")]
     used = {code for path in sources for code in re.findall(r'Mismatch\(\s*"([a-z-]+)"', path.read_text("utf-8"))}
     assert used == set(REFUSALS)
-    assert set(REFUSALS) - {"malformed-node"} == set(FX_REFUSALS) | set(ONNX_REFUSALS) | {"current-tokens-not-cached"}
+    tested = {code for _, code in STANDARD_REFUSALS.values()} | set(FX_REFUSALS) | set(ONNX_REFUSALS)
+    elsewhere = {"attention-in-function", "malformed-node", "current-tokens-not-cached", "cache-dtype"}
+    assert set(REFUSALS) == tested | elsewhere
 
 
 def without_input(index: int) -> Callable[[ir.Node], None]:
@@ -251,3 +283,12 @@ def test_onnx_near_miss_is_refused(code: str) -> None:
     assert result.model is model and onnx_text(model) == text
     (refusal,) = result.report.refusals
     assert refusal.code == code and refusal.nodes and refusal.message
+
+
+@pytest.mark.parametrize("name", MORE_REFUSALS)
+def test_onnx_near_miss_of_another_kind_is_refused(name: str) -> None:
+    code, make = MORE_REFUSALS[name]
+    model = make()
+    result = gr.rewrite(model)
+    assert result.model is model
+    assert [refusal.code for refusal in result.report.refusals] == [code]

@@ -71,7 +71,11 @@ def _functionalized(node: Node) -> Call | None:
 
 
 def _bind(schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = {argument.name: argument.default_value for argument in schema.arguments}
+    # The default of an element type is a number of torch's own.
+    bound = {
+        argument.name: None if str(argument.real_type) == "ScalarType" else argument.default_value
+        for argument in schema.arguments
+    }
     bound.update(zip((argument.name for argument in schema.arguments), args, strict=False))
     bound.update(kwargs)
     return {name: _constant(value) for name, value in bound.items()}
@@ -110,4 +114,6 @@ def source_call_of(node: Node) -> SourceCall | None:
         named = (*returned, *call.mutated)
     if index >= len(named) or not named[index]:
         return None
-    return SourceCall(call.op, call.arguments, named[index])
+    defaults = SOURCE_OPS[call.op].attributes
+    arguments = {name: defaults.get(name) if value is None else value for name, value in call.arguments.items()}
+    return SourceCall(call.op, arguments, named[index])

@@ -7,24 +7,26 @@ without users and no value says what the cache holds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
+from graphrewrite.cores import attention_of_softmax
+from graphrewrite.fx.aten import concept_of_aten, concept_of_size, constant_of
+from graphrewrite.fx.attention import SDPA, attention_of_sdpa
 from graphrewrite.fx.calls import Call, call_of, dtype_name, result_of, source_call_of
+from graphrewrite.fx.numbering import number_values
 from graphrewrite.report import Mismatch
 from graphrewrite.source_calls import ATTENTION_OPS, UNREAD_ATTENTION, attention_of_call, concept_of_call
-from graphrewrite.vocabulary import Attention, Cast, Concept, Dequantize, Dim, Forward, Multiply, Permute, Subtract
+from graphrewrite.vocabulary import Attention, Concept, Dequantize, Dim
+from graphrewrite.walk import skip
 
-_PASS_ON = {"aten.clone", "aten.alias", "aten.detach", "aten.contiguous", "aten.lift_fresh_copy"}
-_RESHAPES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.slice"}
-_CASTS = {"aten._to_copy", "aten.to"}
-# Operators that give back the only element of their input.
-_ONLY_ELEMENT = {"aten.select", "aten.item", "aten._local_scalar_dense", "aten.view", "aten.squeeze", "aten.unsqueeze"}
+_SOFTMAX = ("aten.softmax", "aten._softmax")
+_OURS = ("graphrewrite.custom_sdpa", "graphrewrite.custom_quantized_sdpa")
 
 
 class FxGraph:
@@ -37,90 +39,83 @@ class FxGraph:
             for name, module in program.graph_module.named_modules()
             if name and isinstance(module, torch.fx.GraphModule)
         ]
-        self._numbers = _number_values(self._graph)
+        self._constants = {
+            spec.arg.name: program.constants[spec.target]
+            for spec in program.graph_signature.input_specs
+            if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None
+        }
+        self._numbers = number_values(self._graph)
 
     def attentions(self) -> Iterator[Attention[Node] | Mismatch]:
         for node in self._graph.nodes:
             call = call_of(node)
-            if call is None:
-                continue
-            if call.op in UNREAD_ATTENTION:
-                message = f"{call.op} is not read: {UNREAD_ATTENTION[call.op]}"
-                yield Mismatch("attention-form", message, (self.name(node),))
-                continue
-            if call.writes_view and call.op in ATTENTION_OPS:
-                message = f"{call.op} writes into a view of a buffer, of which its result is another part"
-                yield Mismatch("writes-a-view", message, (self.name(node),), remedy="let the cache be a whole buffer")
-                continue
-            output = _first_result(node, call)
-            source = source_call_of(output) if output is not None else None
-            if output is None or source is None:
-                continue
-            attention = attention_of_call(source, output, self.name(node))
+            attention = None if call is None else self._attention(node, call)
             if attention is not None:
                 yield attention
         yield from self._in_branches()
+
+    def _attention(self, node: Node, call: Call) -> Attention[Node] | Mismatch | None:
+        if call.op in UNREAD_ATTENTION:
+            message = f"{call.op} is not read"
+            return Mismatch("attention-form", message, (self.name(node),), remedy=UNREAD_ATTENTION[call.op])
+        if call.op == SDPA:
+            return attention_of_sdpa(self, node, call)
+        if call.op in _SOFTMAX and self.concept(node) is not None:
+            return attention_of_softmax(self, node)
+        if call.op not in ATTENTION_OPS:
+            return None
+        if call.writes_view:
+            message = f"{call.op} writes into a view of a buffer, of which its result is another part"
+            return Mismatch("writes-a-view", message, (self.name(node),), remedy="let the cache be a whole buffer")
+        output = _result(node, call, 0)
+        source = None if output is None else source_call_of(output)
+        if output is None or source is None:
+            return None
+        attention = attention_of_call(source, output, self.name(node))
+        if not isinstance(attention, Attention) or attention.new_key is None:
+            return attention
+        written = {name: _result(node, call, call.returns + index) for index, name in enumerate(call.mutated)}
+        return replace(attention, new_key_cache=written["key_cache"], new_value_cache=written["value_cache"])
 
     def _in_branches(self) -> Iterator[Mismatch]:
         """The cores in the branches and loop bodies of control flow, which are not entered."""
         for name, module in self._branches:
             for node in module.graph.nodes:
                 call = call_of(node)
-                if call is not None and call.op in (*ATTENTION_OPS, *UNREAD_ATTENTION):
+                if call is not None and call.op in (SDPA, *ATTENTION_OPS, *UNREAD_ATTENTION):
                     message = f"{call.op} stands in {name}, a branch or loop body, which is not entered"
                     yield Mismatch("attention-in-branch", message, (f"{name}/{node.name}",))
 
     def already_fused(self) -> int:
         calls = (call_of(node) for node in self._graph.nodes)
-        return sum(call is not None and call.op == "graphrewrite.custom_sdpa" for call in calls)
+        return sum(call is not None and call.op in _OURS for call in calls)
 
     def concept(self, value: Node) -> Concept[Node] | None:
         source = source_call_of(value)
         if source is not None:
-            concept: Concept[Node] | None = concept_of_call(source)
-            if isinstance(concept, Dequantize) and concept.zero_points is not None:
+            concept: Concept[Node] | None = concept_of_call(source, self)
+            if isinstance(concept, Dequantize) and concept.zero_points is not None and source.name.startswith("quant"):
                 # torch subtracts in the wider of the two types, which for int8 and int8 is int8.
-                return replace(concept, wraps=self.dtype(concept.zero_points) == "int8")
+                return replace(concept, wraps=self.dtype(concept.zero_points.value) == "int8")
             return concept
         call = call_of(value)
-        return None if call is None else self._aten(value, call)
+        return concept_of_size(value) if call is None else concept_of_aten(self, value, call)
 
-    def _aten(self, value: Node, call: Call) -> Concept[Node] | None:
-        args = call.arguments
-        source = args.get("self", args.get("input"))
-        if not isinstance(source, Node):
-            return None
-        alike = self.shape(value) == self.shape(source) and self.dtype(value) == self.dtype(source)
-        if alike and (call.op in _PASS_ON or call.op in _RESHAPES):  # `view` may also reinterpret the bits
-            return Forward(source)
-        if call.op in _CASTS:
-            before, after = self.dtype(source), self.dtype(value)
-            if before is None or after is None or self.shape(source) != self.shape(value):
-                return None
-            return Forward(source) if before == after else Cast(source, before, after)
-        if call.op == "aten.permute":
-            rank = len(args["dims"])
-            return Permute(source, tuple(dim % rank for dim in args["dims"]))
-        if call.op == "aten.transpose":
-            return self._transpose(source, args["dim0"], args["dim1"])
-        other = args.get("other")
-        if isinstance(other, Node) and call.op in ("aten.sub", "aten.mul"):
-            dtype = self.dtype(value) or ""
-            if call.op == "aten.mul":
-                return Multiply(source, other, dtype)
-            return Subtract(source, other, dtype) if args["alpha"] == 1 else None
-        return None
+    def number(self, value: Node) -> float | None:
+        value = skip(self, value)
+        tensor = self._constants.get(value.name) if value.op == "placeholder" else None
+        if not isinstance(tensor, torch.Tensor):
+            return constant_of(value)
+        number: float | None = tensor.item() if tensor.numel() == 1 else None
+        return number
 
-    def _transpose(self, source: Node, dim0: int, dim1: int) -> Permute[Node] | None:
-        shape = self.shape(source)
-        if shape is None:
-            return None
-        perm = list(range(len(shape)))
-        perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
-        return Permute(source, tuple(axis % len(shape) for axis in perm))
+    def users(self, value: Node) -> Iterable[Node]:
+        return tuple(value.users)
 
     def shape(self, value: Node) -> tuple[Dim, ...] | None:
         tensor = value.meta.get("val")
+        if isinstance(tensor, (int, torch.SymInt)):
+            return ()
         if not isinstance(tensor, torch.Tensor):
             return None
         return tuple(dim if isinstance(dim, int) else str(dim) for dim in tensor.shape)
@@ -132,8 +127,8 @@ class FxGraph:
     def scope(self, value: Node) -> Hashable:
         return None  # the bodies of branches are other graphs, which are not entered
 
-    def same(self, left: Node, right: Node) -> bool:
-        return self._numbers[left] == self._numbers[right]
+    def key(self, value: Node) -> Hashable:
+        return self._numbers[value]
 
     def name(self, value: Node) -> str:
         """The node's own name; for a functionalized operator, whose nodes are all named alike, module and operator."""
@@ -145,68 +140,11 @@ class FxGraph:
         return f"{modules[-1][0]}.{call.op.rpartition('.')[2]}".lstrip(".")
 
 
-def _first_result(node: Node, call: Call) -> Node | None:
-    """The value of the call's first result: the node itself, or the getitem that takes it out of several."""
+def _result(node: Node, call: Call, index: int) -> Node | None:
+    """The value of one of the call's results: the node itself, or the getitem that takes it out of several."""
     if not call.mutated and call.returns == 1:
         return node
     for user in node.users:
-        if user.target is operator.getitem and user.args[1] == 0:
+        if user.target is operator.getitem and user.args[1] == index:
             return user
     return None
-
-
-def _number_values(graph: torch.fx.Graph) -> dict[Node, int]:
-    """Number the values so that equal computations of equal inputs share a number, in one pass.
-
-    Operators are functional here, so equal operators on equal arguments give equal values, unless they are random. The
-    only element of an integer tensor has the number of the tensor, whichever way it was taken out.
-    """
-    numbers: dict[Node, int] = {}
-    known: dict[Any, int] = {}
-    for node in graph.nodes:
-        inner = _only_element(node)
-        if inner is not None:
-            numbers[node] = numbers[inner]
-            continue
-        if node.op != "call_function" or _is_random(node):
-            key: Any = (node.op, node.name)
-        else:
-            # The shape too: that of an only element and of its tensor differ, and with them what is made of either.
-            shape = tuple(map(str, getattr(node.meta.get("val"), "shape", ())))
-            key = (node.target, _key(node.args, numbers), _key(node.kwargs, numbers), shape)
-        numbers[node] = known.setdefault(key, len(known))
-    return numbers
-
-
-def _key(argument: Any, numbers: dict[Node, int]) -> Any:
-    """A hashable form of an argument in which nodes stand as their numbers."""
-    if isinstance(argument, Node):
-        return ("value", numbers[argument])
-    if isinstance(argument, (list, tuple)):
-        return tuple(_key(item, numbers) for item in argument)
-    if isinstance(argument, dict):
-        return tuple(sorted((name, _key(item, numbers)) for name, item in argument.items()))
-    # 1 == 1.0 == True in Python, and they are not the same argument.
-    return (type(argument).__name__, repr(argument))
-
-
-def _only_element(node: Node) -> Node | None:
-    """The integer tensor of one element that `node` takes the element out of, or passes on in another shape or type."""
-    call = call_of(node)
-    if call is None or call.op not in _ONLY_ELEMENT | _CASTS:
-        return None
-    source = call.arguments.get("self")
-    if not isinstance(source, Node) or not _is_one_integer(source.meta.get("val")):
-        return None
-    after = node.meta.get("val")
-    return source if isinstance(after, (int, torch.SymInt)) or _is_one_integer(after) else None
-
-
-def _is_one_integer(value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
-        return False
-    return all(isinstance(size, int) and size == 1 for size in value.shape)
-
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

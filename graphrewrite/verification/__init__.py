@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
@@ -29,6 +31,7 @@ from graphrewrite.verification.differences import (
 )
 from graphrewrite.verification.inputs import given_steps, made_steps
 from graphrewrite.verification.runners import OnnxRunner, Runner, StepResult, TorchRunner
+from graphrewrite.verification.sites import Site, by_name, comparable, onnx_sites, torch_sites
 
 __all__ = ["Comparison", "Tolerance", "Verification", "verify"]
 
@@ -44,6 +47,8 @@ class Verification:
         first_divergence: the first comparison that is not ok. Caches come before outputs and in the order of layers,
             so it names the layer where the programs part.
         notes: what was not compared, and why.
+        sites: comparisons of what each attention yields, by step and in graph order; empty where none were made.
+        first_site: the first attention whose result diverges.
     """
 
     ok: bool
@@ -51,13 +56,26 @@ class Verification:
     tolerance: Tolerance
     first_divergence: Comparison | None
     notes: tuple[str, ...] = ()
+    sites: tuple[Comparison, ...] = ()
+    first_site: Comparison | None = None
+
+    @property
+    def largest(self) -> dict[str, tuple[float, float]]:
+        """Of each output, the largest absolute difference of all steps and the largest relative one."""
+        found: dict[str, tuple[float, float]] = {}
+        for result in self.outputs:
+            if result.kind == "output":
+                most, relative = found.get(result.name, (0.0, 0.0))
+                found[result.name] = (max(most, result.max_abs), max(relative, result.max_rel))
+        return found
 
     def __bool__(self) -> bool:
         return self.ok
 
     def to_json(self, indent: int | None = 2) -> str:
         """The same as JSON. An infinite difference is written as the text "inf"."""
-        document = {**asdict(self), "summary": self.summary()}
+        largest = {name: {"max_abs": one, "max_rel": two} for name, (one, two) in self.largest.items()}
+        document = {**asdict(self), "largest": largest, "summary": self.summary()}
         return json.dumps(_finite(document), indent=indent, allow_nan=False)
 
     def summary(self) -> str:
@@ -66,7 +84,12 @@ class Verification:
         if self.first_divergence is None:
             return f"equal within the tolerance over {steps} step{'s' if steps != 1 else ''}"
         first = self.first_divergence
-        return f"not equal: {first.kind} {first.name!r} diverges first, at step {first.step}: {first.reason}"
+        text = f"not equal: {first.kind} {first.name!r} diverges first, at step {first.step}: {first.reason}"
+        if self.first_site is not None:
+            text += f"; the first attention to diverge is {self.first_site.name!r}, at step {self.first_site.step}"
+        elif self.sites:
+            text += "; no attention diverges, so the programs part outside of them"
+        return text
 
     def print(self, console: Console | None = None) -> None:
         """Writes the outputs and what diverges to a console, by default to standard output."""
@@ -81,7 +104,15 @@ class Verification:
                 verdict = Text("ok", "green") if result.ok else Text("differs", "red")
                 table.add_row(str(result.step), Text(result.name), *numbers, agreement, verdict)
         caches = [result for result in self.outputs if result.kind == "cache"]
-        lines = [f"caches: {sum(result.ok for result in caches)} of {len(caches)} comparisons equal"] if caches else []
+        lines = [
+            f"largest difference of {name!r} over all steps: {most:.2e}, relative {relative:.2e}"
+            for name, (most, relative) in self.largest.items()
+        ]
+        lines += [f"caches: {sum(result.ok for result in caches)} of {len(caches)} comparisons equal"] if caches else []
+        if self.sites:
+            lines.append(
+                f"attentions: {sum(result.ok for result in self.sites)} of {len(self.sites)} comparisons equal"
+            )
         lines += [f"tolerance: {self.tolerance.derivation}", *(f"note: {note}" for note in self.notes)]
         return Group(table, *map(Text, lines), Text(self.summary(), style="bold green" if self.ok else "bold red"))
 
@@ -95,6 +126,7 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
+    sites: bool | None = None,
 ) -> Verification:
     """Runs two programs on the same inputs, step after step with their caches carried along, and compares them.
 
@@ -112,6 +144,8 @@ def verify(
             the tolerance is derived (see `graphrewrite.verification.differences`).
         atol: absolute tolerance.
         seed: of the random inputs.
+        sites: compare what each attention yields too, which takes a second run. None does it where the programs are not
+            equal, to say which attention is the first to diverge.
 
     Returns:
         the comparisons. NaN or infinity on one side only, another shape or another number of outputs is a divergence.
@@ -122,30 +156,88 @@ def verify(
     """
     steps, seed = whole_number("steps", steps, 1), whole_number("seed", seed, 0)
     rtol, atol = checked_tolerance("rtol", rtol), checked_tolerance("atol", atol)
-    first, second = _runner(before), _runner(after)
-    order = _correspondence(first, second)
-    fed = made_steps(first, steps, seed) if inputs is None else given_steps(first, inputs)
+    if sites not in (None, True, False):
+        raise InputError(f"sites is {sites!r}; give True, False or None")
+    first, second = _Program(before), _Program(after)
+    one, two = first.runner(), second.runner()
+    order = _correspondence(one, two)
+    fed = made_steps(one, steps, seed) if inputs is None else given_steps(one, inputs)
     tolerance = None if rtol is None and atol is None else given_tolerance(rtol, atol)
     codes = CodeCount()
     results: list[Comparison] = []
     notes: dict[str, None] = {}
     for index, values in enumerate(fed):
-        one = first.step(values)
-        two = second.step([values[i] for i in order])
+        left = one.step(values)
+        right = two.step([values[i] for i in order])
         if tolerance is None:
-            tolerance = _derived(first, second, values, one)
-        results += _compare_step(index, one, two, tolerance, codes, notes)
+            tolerance = _derived(one, two, values, left)
+        results += _compare_step(index, left, right, tolerance, codes, notes)
     assert tolerance is not None  # there is at least one step
     diverging = next((result for result in results if not result.ok), None)
-    return Verification(diverging is None, tuple(results), tolerance, diverging, tuple(notes))
+    found: tuple[Comparison, ...] = ()
+    if sites or (sites is None and diverging is not None):
+        found = tuple(_compare_sites(first, second, fed, order, tolerance, notes))
+    first_site = next((result for result in found if not result.ok), None)
+    return Verification(diverging is None, tuple(results), tolerance, diverging, tuple(notes), found, first_site)
 
 
-def _runner(model: ModelLike) -> Runner:
-    loaded: LoadedModel = load(model)
-    if is_exported_program(loaded):
-        return TorchRunner(cast("Any", loaded))
-    # The file itself where there is one: onnxruntime maps its weights.
-    return OnnxRunner(cast("Any", model if isinstance(model, (str, os.PathLike)) else loaded), cast("Any", loaded))
+class _Program:
+    """One of the two programs, from which runners are made: each with caches of its own."""
+
+    def __init__(self, model: ModelLike) -> None:
+        self.loaded: LoadedModel = load(model)
+        # The file itself where there is one: onnxruntime maps its weights.
+        self._model = model if isinstance(model, (str, os.PathLike)) else self.loaded
+
+    @property
+    def onnx_model(self) -> ir.Model | None:
+        """The ONNX model; None for a torch program."""
+        if is_exported_program(self.loaded):
+            return None
+        return ir.from_proto(self.loaded) if isinstance(self.loaded, onnx.ModelProto) else cast("ir.Model", self.loaded)
+
+    def runner(self, watch: Sequence[str] = ()) -> Runner:
+        if is_exported_program(self.loaded):
+            return TorchRunner(cast("Any", self.loaded), watch=watch)
+        return OnnxRunner(cast("Any", self._model), cast("Any", self.loaded), watch=watch)
+
+    def sites(self) -> list[Site]:
+        model = self.onnx_model
+        return torch_sites(cast("Any", self.loaded).module()) if model is None else onnx_sites(model)
+
+
+def _site_pairs(first: _Program, second: _Program, notes: dict[str, None]) -> list[tuple[Site, Site]]:
+    one, two = first.onnx_model, second.onnx_model
+    if one is not None and two is not None and (pairs := by_name(one, two)) is not None:
+        return pairs
+    before, after = first.sites(), second.sites()
+    if len(before) != len(after):
+        notes[f"attentions are not compared one by one: {len(before)} before, {len(after)} after"] = None
+        return []
+    return list(zip(before, after, strict=True))
+
+
+def _compare_sites(
+    first: _Program,
+    second: _Program,
+    fed: Sequence[list[Any]],
+    order: Sequence[int],
+    tolerance: Tolerance,
+    notes: dict[str, None],
+) -> Iterator[Comparison]:
+    pairs = _site_pairs(first, second, notes)
+    if not pairs:
+        return
+    one = first.runner([before.value for before, _ in pairs])
+    two = second.runner([after.value for _, after in pairs])
+    for index, values in enumerate(fed):
+        left, right = one.step(values), two.step([values[i] for i in order])
+        codes = CodeCount()
+        for name, before, after in _cache_pairs(left.caches, right.caches, {}):
+            compare(name, "cache", index, before, after, tolerance, codes)
+        for site, other in pairs:
+            arrays = comparable(left.sites[site.value], site.layout), comparable(right.sites[other.value], other.layout)
+            yield compare(site.name, "site", index, *arrays, tolerance, codes)
 
 
 def _correspondence(before: Runner, after: Runner) -> list[int]:

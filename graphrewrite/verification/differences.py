@@ -54,7 +54,7 @@ class Comparison:
 
     Attributes:
         name: its name, that of the program after where the two differ.
-        kind: "output" or "cache".
+        kind: "output", "cache", or "site" for the result of an attention.
         step: step it was compared at, from 0.
         max_abs: largest difference; infinity where one side is NaN or infinite and the other is not.
         max_rel: `max_abs` over the largest finite magnitude before.
@@ -116,16 +116,18 @@ def derive_tolerance(
     products = len(matrices) + 4  # scores, weighted values, quantization and its inverse
     rtol = 4 * roundoff * math.sqrt(terms) * math.sqrt(products)
     text = (
-        f"rtol = 4 u sqrt(n) sqrt(W) of the largest magnitude: u = {roundoff:.1e}, sums of n = {terms} terms, "
-        f"W = {products} matrix products; where int8 codes of the caches differ by one, 1/255 sqrt(f / 0.01) more, f "
-        "the part of the codes that do"
+        f"an element may be off by {rtol:.1e} of the largest magnitude in its output; that is 4 times the rounding of "
+        f"one operation ({roundoff:.1e}) times sqrt({terms}), for the longest sum, times sqrt({products}), for the "
+        "matrix products in a row. An int8 code in a cache may be off by one, in at most 1 of 100; where codes are, "
+        "outputs may be off by up to 1/255 more"
     )
     return Tolerance(rtol, 0.0, True, text)
 
 
 def given_tolerance(rtol: float | None, atol: float | None) -> Tolerance:
     """Returns a tolerance as numpy.allclose has it; one of the two that is not given is 0."""
-    return Tolerance(rtol or 0.0, atol or 0.0, False, "given")
+    text = f"given: an element may be off by {atol or 0.0:g}, and by {rtol or 0.0:g} of its own magnitude more"
+    return Tolerance(rtol or 0.0, atol or 0.0, False, text)
 
 
 def compare(

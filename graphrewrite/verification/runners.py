@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -13,9 +14,10 @@ import onnx_ir as ir
 from graphrewrite import ort_tensors
 from graphrewrite.cache_metadata import check_fill, read_caches
 from graphrewrite.errors import InputError
+from graphrewrite.external_data import external_tensors
 from graphrewrite.files import initializer_tensors
 from graphrewrite.ort_tensors import Array
-from graphrewrite.sessions import OnnxModel, runtime_message, session
+from graphrewrite.sessions import OnnxModel, default_session_options, runtime_message, session
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -48,10 +50,12 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave, in the program's order. Caches hold their contents after the step."""
+    """What a step gave, in the program's order. Caches hold their contents after the step, sites what the values that
+    are watched were, by their names."""
 
     outputs: dict[str, Array]
     caches: dict[str, Array]
+    sites: dict[str, Array] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -72,11 +76,23 @@ class Runner(Protocol):
 
 
 class OnnxRunner:
-    """An ONNX model in onnxruntime, its caches as the metadata has them; without metadata every input is fed."""
+    """An ONNX model in onnxruntime, its caches as the metadata has them; without metadata every input is fed.
 
-    def __init__(self, model: OnnxModel, graph: ir.Model | onnx.ModelProto, threads: int | None = None) -> None:
+    watch: inner values of the main graph to be seen at each step. The model that runs is then a copy that has them as
+    outputs too.
+    """
+
+    def __init__(
+        self,
+        model: OnnxModel,
+        graph: ir.Model | onnx.ModelProto,
+        threads: int | None = None,
+        *,
+        watch: Collection[str] = (),
+    ) -> None:
         self._graph = graph
-        self._session = session(model, threads)
+        self._session = watching_session(graph, watch) if watch else session(model, threads)
+        self._watched = set(watch) - {value.name for value in _outputs_of(graph)}
         self._entries = read_caches(self._session.get_modelmeta().custom_metadata_map)
         inputs = {value.name: value for value in self._session.get_inputs()}
         outputs = self._session.get_outputs()
@@ -97,7 +113,8 @@ class OnnxRunner:
         self.inputs = tuple(InputSpec(v.name, _known_dtype(v), _open_shape(v.name, v.shape)) for v in self._fed)
         self.caches = tuple(specs)
         self.bounds: Mapping[str, tuple[int, int]] = {}
-        free = [value for value in outputs if value.name not in {entry.output for entry in self._entries}]
+        hidden = {entry.output for entry in self._entries} | self._watched
+        free = [value for value in outputs if value.name not in hidden]
         width = free[0].shape[-1] if free and free[0].shape else None
         self.vocabulary = width if isinstance(width, int) else None
 
@@ -121,21 +138,46 @@ class OnnxRunner:
         for entry in self._entries:
             self._present[entry.input] = found.pop(entry.output)
             caches[entry.input] = ort_tensors.view(self._present[entry.input]).copy()
-        return StepResult({name: ort_tensors.view(value).copy() for name, value in found.items()}, caches)
+        arrays = {name: ort_tensors.view(value).copy() for name, value in found.items()}
+        outputs = {name: array for name, array in arrays.items() if name not in self._watched}
+        return StepResult(outputs, caches, arrays)
+
+
+def _outputs_of(graph: ir.Model | onnx.ModelProto) -> list[Any]:
+    return list(graph.graph.output if isinstance(graph, onnx.ModelProto) else graph.graph.outputs)
+
+
+def watching_session(graph: ir.Model | onnx.ModelProto, watch: Collection[str]) -> Any:
+    """A session of a copy of the model that has inner values as outputs. Weights in files are not copied."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(graph if isinstance(graph, onnx.ModelProto) else ir.to_proto(graph))
+    known = {value.name for value in proto.graph.output}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in watch if name not in known)
+    folders = set() if isinstance(graph, onnx.ModelProto) else {t.base_dir for t in external_tensors(graph)}
+    if not folders:
+        return session(proto)
+    if len(folders) > 1:
+        raise InputError("the model's weights are in several folders, so its inner values cannot be looked at")
+    options = default_session_options()
+    folder = os.path.abspath(os.fspath(folders.pop()))
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    return session(proto, session_options=options)
 
 
 class TorchRunner:
     """An ExportedProgram as a module with buffers of its own: the program's are never written.
 
-    Its caches are the buffers that a run writes.
+    Its caches are the buffers that a run writes. watch: nodes whose values are to be seen at each step; the graph is
+    then interpreted node by node.
     """
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, *, watch: Collection[str] = ()) -> None:
         import torch
         from torch.export.graph_signature import InputKind
         from torch.utils import _pytree as pytree
 
         self._program = program
+        self._watch = frozenset(watch)
         self._module: Any = program.module()
         self._buffers: dict[str, torch.Tensor] = {}
         for name, buffer in list(self._module.named_buffers()):
@@ -171,9 +213,11 @@ class TorchRunner:
         if self._in_spec is None:
             raise InputError("the program does not say how it is called (its call_spec is empty); export it anew")
         arguments, keywords = pytree.tree_unflatten(leaves, self._in_spec)
+        sites: dict[str, Array] = {}
         try:
             with torch.no_grad():
-                result = self._module(*arguments, **keywords)
+                watched = bool(self._watch)
+                result = self._interpret(leaves, sites) if watched else self._module(*arguments, **keywords)
         except Exception as error:  # an operator, a guard or the interpreter; each with a type of its own
             text = " ".join(str(error).split())[:400]
             raise InputError(f"the exported program fails on these inputs: {type(error).__name__}: {text}") from error
@@ -184,7 +228,27 @@ class TorchRunner:
         arrays = [_to_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value) for value in flat]
         written = [name for name, buffer in self._buffers.items() if buffer._version != self._versions[name]]
         caches = {name: _to_numpy(self._buffers[name]) for name in written}
-        return StepResult(dict(zip(names, arrays, strict=True)), caches)
+        return StepResult(dict(zip(names, arrays, strict=True)), caches, sites)
+
+    @property
+    def module(self) -> Any:
+        """The graph module that runs."""
+        return self._module
+
+    def _interpret(self, leaves: list[Any], sites: dict[str, Array]) -> Any:
+        """Runs the graph and puts the values of the watched nodes, of several the first, into `sites`."""
+        import torch
+
+        watch = self._watch
+
+        class Watcher(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node) -> Any:
+                result = super().run_node(n)
+                if n.name in watch:
+                    sites[n.name] = _to_numpy(result[0] if isinstance(result, (tuple, list)) else result)
+                return result
+
+        return Watcher(self._module).run(*leaves, enable_io_processing=False)
 
     def _width(self) -> int | None:
         names = self._program.graph_signature.user_outputs
