@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 # Everything that loads a model library is imported inside the commands: help and usage errors answer at once.
+from graphrewrite.bench.command import bench
 from graphrewrite.errors import GraphRewriteError, InputError, RequirementNotMet
 
 if TYPE_CHECKING:
@@ -322,6 +323,7 @@ def verify(
         raise typer.Exit(NOT_MET)
 
 
+app.command()(bench)
 
 
 @app.command()
