@@ -20,6 +20,7 @@ from tests.kernels.reference import Array, Sdpa, sdpa_with_bound, to_layout
 
 Feeds = dict[str, "Array | None"]
 NAN, INF = float("nan"), float("inf")
+RUNTIME = tuple(map(int, ort.__version__.split(".")[:2]))
 
 
 @dataclass
@@ -87,13 +88,23 @@ def run_session(loaded: ort.InferenceSession, feeds: Mapping[str, Array]) -> lis
     return [ort_tensors.view(value).copy() for value in loaded.run_with_ort_values(None, given)]
 
 
+def _skip_what_the_runtime_lacks(call: Call) -> None:
+    """Old runtimes make no bfloat16 tensors from Python, and 1.18 crashes on a body with some of them."""
+    if RUNTIME < (1, 20) and any(array.dtype.name == "bfloat16" for array in call.feeds.values()):
+        pytest.skip("this onnxruntime has no bfloat16 in Python")
+
+
 def run_body(call: Call, opset: int = 17) -> list[Array]:
+    _skip_what_the_runtime_lacks(call)
+    if RUNTIME < (1, 20) and not call.feeds.get("indices", np.ones(1)).size:
+        pytest.skip("this onnxruntime does not expand empty tensors")
     model = model_of(node_of(call), opset=opset)
     attach(model)
     return run_session(session(model), call.feeds)
 
 
 def run_kernel(call: Call) -> list[Array]:
+    _skip_what_the_runtime_lacks(call)
     model = model_of(node_of(call))
     attach(model)
     return run_session(session(model, library=True), call.feeds)

@@ -1,4 +1,4 @@
-"""The torch operators: schemas, shape functions, tracing, errors. Their results are checked in test_functions."""
+"""The torch operators: schemas, shape functions, forms, errors. Their results are checked in test_functions."""
 
 from __future__ import annotations
 
@@ -8,98 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-import graphrewrite as gr
-from graphrewrite.custom_ops.schema import operators
 from graphrewrite.errors import KernelError
+from tests.torch_calls import (
+    CAPACITY,
+    DIM,
+    NAMES,
+    OPS,
+    POSITIONS,
+    ROWS,
+    TOLERANCE,
+    WRITTEN,
+    arguments,
+    copied,
+    layouts,
+    names,
+    results_of,
+    stateful,
+)
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("graphrewrite.custom_ops.torch_ops")
-
-OPS = torch.ops.graphrewrite
-# B, S, C, Hq, Hkv, D
-BATCH, ROWS, CAPACITY, HEADS, KV_HEADS, DIM = 2, 3, 8, 4, 2, 8
-
-# Two orders of summation: scores of D = 8 terms, where |q| sums to less than 24 and |k| < 255 * 0.04, are each within
-# (D + 2) * 2^-24 * 24 * 10.2 / sqrt(8) = 5.2e-5, so weights within a factor of exp(4 * 5.2e-5); values are below 10.2.
-TOLERANCE = 2.2e-3
-
-
-def floats(*shape: int) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(*shape, generator=generator)
-
-
-def arguments(op: str, *, layout: str = "BSNH", rows: int = ROWS) -> tuple[list[Any], dict[str, Any]]:
-    """Valid arguments of an operator, int8 caches where it takes them."""
-
-    def laid_out(tensor: Any) -> Any:
-        return tensor if layout == "BSNH" else tensor.transpose(1, 2).contiguous()
-
-    query = laid_out(floats(BATCH, rows, HEADS, DIM))
-    value = laid_out(floats(BATCH, rows, KV_HEADS, DIM))
-    cache = laid_out(floats(BATCH, CAPACITY, KV_HEADS, DIM))
-    codes = laid_out(torch.arange(-128, 128).to(torch.int8).reshape(BATCH, CAPACITY, KV_HEADS, DIM))
-    scales = laid_out(floats(BATCH, CAPACITY, KV_HEADS, 1).abs() / 100)
-    points = laid_out(torch.arange(BATCH * CAPACITY * KV_HEADS).to(torch.int8).reshape(BATCH, CAPACITY, KV_HEADS, 1))
-    parameters = [scales, points, scales.clone(), points.clone()]
-    queries = laid_out(torch.arange(BATCH * rows * HEADS * DIM).to(torch.int8).reshape(BATCH, rows, HEADS, DIM))
-    rows_scales, rows_points = floats(6, 1).abs() / 100, torch.arange(6).reshape(6, 1)
-    positional: list[Any] = {
-        "update_cache": [value, cache, 4],
-        "update_cache_with_indices": [value, cache, (torch.arange(BATCH * rows) * 5 % CAPACITY).reshape(BATCH, rows)],
-        "update_quantized_cache": [value, codes, scales, 4, points],
-        "custom_sdpa": [query, codes, codes.clone(), 4, *parameters, value, value.clone()],
-        "custom_quantized_sdpa": [
-            *(queries, codes, codes.clone(), 4),
-            *(queries[..., :1].float().abs() / 100, queries[..., 1:2].contiguous(), *parameters),
-        ],
-        "sdpa_with_kv_cache": [query, value, value.clone(), cache, cache.clone(), 4],
-        "choose_qparams_per_token": [floats(6, 8)],
-        "quantize_per_token": [floats(6, 8), rows_scales, rows_points],
-        "dequantize_per_token": [torch.arange(48).to(torch.int8).reshape(6, 8), rows_scales, rows_points],
-        "quantize_per_channel": [floats(6, 8), rows_scales[:, 0], rows_points[:, 0]],
-        "dequantize_per_channel": [torch.arange(48).to(torch.int8).reshape(8, 6), rows_scales[:, 0], rows_points[:, 0]],
-    }[op]
-    keywords: dict[str, Any] = {"layout": layout} if op in STATEFUL else {}
-    if "sdpa" in op:
-        keywords["is_causal"] = True
-    if op == "quantize_per_channel":
-        keywords["axis"] = 0
-    return positional, keywords
-
-
-STATEFUL = [
-    *("update_cache", "update_cache_with_indices", "update_quantized_cache"),
-    *("custom_sdpa", "custom_quantized_sdpa", "sdpa_with_kv_cache"),
-]
-NAMES = sorted(schema.torch_name for schema in operators().values())
-# The argument that is start_pos, by operator.
-POSITIONS = {
-    schema.torch_name: [tensor.name for tensor in schema.inputs].index("start_pos")
-    for schema in operators().values()
-    if any(tensor.name == "start_pos" for tensor in schema.inputs)
-}
-# Which arguments each operator's in-place form writes.
-WRITTEN = {
-    schema.torch_name: [output.like for output in schema.outputs if output.in_place]
-    for schema in operators().values()
-    if any(output.in_place for output in schema.outputs)
-}
-names = pytest.mark.parametrize("op", NAMES)
-stateful = pytest.mark.parametrize("op", STATEFUL)
-layouts = pytest.mark.parametrize("layout", ["BSNH", "BNSH"])
-
-
-def tensors_of(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else () if results is None else (results,)
-
-
-def results_of(op: str, positional: list[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    return tensors_of(getattr(OPS, op)(*positional, **keywords))
-
-
-def copied(positional: list[Any]) -> list[Any]:
-    return [item.clone() if isinstance(item, torch.Tensor) else item for item in positional]
 
 
 def test_every_operator_has_its_forms() -> None:
@@ -233,104 +160,6 @@ def test_without_zero_points_the_third_result_is_empty() -> None:
     results = OPS.update_quantized_cache(*positional[:4], scheme="symmetric")
     assert results[2].shape == (0,)
     assert results[2].dtype == torch.int8
-
-
-class Decoder(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
-    """One step over int8 caches; the position is read out of a tensor."""
-
-    def forward(self, query: Any, value: Any, codes: Any, scales: Any, points: Any, position: Any) -> Any:
-        start = position[0].item()
-        codes, scales, points = OPS.update_quantized_cache(value, codes, scales, start, points)
-        output = OPS.custom_sdpa(
-            query, codes, codes, start, scales, points, scales, points, value, value, is_causal=True
-        )
-        return output, codes, scales, points
-
-
-def decoder_inputs(rows: int = ROWS, start: int = 4) -> tuple[Any, ...]:
-    positional, _ = arguments("custom_sdpa", rows=rows)
-    query, codes, scales, points, value = (positional[index] for index in (0, 1, 4, 5, 8))
-    return query, value, codes, scales, points, torch.tensor([start])
-
-
-@pytest.mark.parametrize("decompose", [False, True])
-def test_export_with_dynamic_rows_and_a_position_from_a_tensor(decompose: bool) -> None:
-    rows = torch.export.Dim("rows", min=1, max=CAPACITY)
-    dynamic = ({1: rows}, {1: rows}, None, None, None, None)
-    program = torch.export.export(Decoder(), decoder_inputs(), dynamic_shapes=dynamic)
-    if decompose:
-        program = program.run_decompositions({})
-    for node in program.graph.nodes:
-        assert "assert" not in str(node.target), "a shape function asked for the value of a size or of the position"
-    for rows_now, start in [(ROWS, 4), (1, 7), (CAPACITY, 0)]:
-        inputs = decoder_inputs(rows_now, start)
-        for result, expected in zip(program.module()(*inputs), Decoder()(*inputs), strict=True):
-            assert torch.equal(result, expected)
-
-
-def test_compile() -> None:
-    torch._dynamo.reset()
-    inputs = decoder_inputs()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(Decoder(), backend="aot_eager", fullgraph=True)
-        for result, expected in zip(compiled(*inputs), Decoder()(*inputs), strict=True):
-            assert torch.equal(result, expected)
-
-
-class Cache(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
-    """A layer with a float cache of its own, written in place; the positions are a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.zeros(BATCH, CAPACITY, KV_HEADS, DIM))
-
-    def forward(self, query: Any, value: Any, positions: Any) -> Any:
-        OPS.update_cache_(value, self.cache, positions)
-        return OPS.custom_sdpa(query, self.cache, self.cache, positions, is_causal=True)
-
-
-def cache_steps() -> list[tuple[Any, ...]]:
-    query, value = floats(BATCH, CAPACITY, HEADS, DIM), floats(BATCH, CAPACITY, KV_HEADS, DIM)
-    spans = [(0, 3), (3, 4), (4, 8)]
-    return [(query[:, a:b].clone(), value[:, a:b].clone(), torch.tensor([a, a])) for a, b in spans]
-
-
-def expected_of_steps() -> list[Any]:
-    layer = Cache()
-    with torch.no_grad():
-        return [layer(*step) for step in cache_steps()]
-
-
-def test_compile_of_a_cache_written_in_place() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(Cache(), backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        for step, expected in zip(cache_steps(), expected_of_steps(), strict=True):
-            assert torch.equal(compiled(*step), expected)
-
-
-@pytest.mark.parametrize("decompose", [False, True])
-def test_export_of_a_cache_written_in_place(decompose: bool) -> None:
-    rows = torch.export.Dim("rows", min=1, max=CAPACITY)
-    program = torch.export.export(Cache(), cache_steps()[0], dynamic_shapes=({1: rows}, {1: rows}, None))
-    program = program.run_decompositions({}) if decompose else program
-    module = program.module()
-    for step, expected in zip(cache_steps(), expected_of_steps(), strict=True):
-        assert torch.equal(module(*step), expected)
-
-
-def test_a_cache_written_in_place_becomes_an_input_and_an_output_of_the_onnx_model() -> None:
-    rows = torch.export.Dim("rows", min=1, max=CAPACITY)
-    program = torch.export.export(Cache(), cache_steps()[0], dynamic_shapes=({1: rows}, {1: rows}, None))
-    model = gr.export_onnx(program, output_names=["output"])
-    assert [node.op_type for node in model.graph] == ["UpdateCache", "CustomSdpa"]
-    session = gr.session(model)
-    cache = np.zeros((BATCH, CAPACITY, KV_HEADS, DIM), np.float32)
-    names = [value.name for value in session.get_inputs()]
-    for step, expected in zip(cache_steps(), expected_of_steps(), strict=True):
-        feeds = dict(zip(names, [*(tensor.numpy() for tensor in step), cache], strict=True))
-        output, cache = session.run(None, feeds)
-        np.testing.assert_allclose(output, expected, rtol=0, atol=TOLERANCE)
 
 
 @names

@@ -22,14 +22,15 @@ def pack(body: Body, codes: Term) -> Term:
     """Codes 0..15, uint8 [a,b,c,D], in bytes [a,b,c,D/2]."""
     pairs = codes.reshape([codes.size(0), codes.size(1), codes.size(2), codes.size(3) / 2, 2])
     low, high = (body.Gather(pairs, body.constant(half), axis=-1) for half in (0, 1))
-    return low + high * 16
+    # Not every runtime adds bytes.
+    return (low.cast(DataType.INT32) + high.cast(DataType.INT32) * 16).cast(DataType.UINT8)
 
 
 def unpack(body: Body, packed: Term) -> Term:
     """Bytes [a,b,c,D/2] as codes 0..15, uint8 [a,b,c,D]."""
-    # onnxruntime divides bytes ten times slower than it shifts them.
+    # onnxruntime divides bytes ten times slower than it shifts them, and old ones neither multiply nor subtract them.
     high = body.BitShift(packed, 4, direction="RIGHT")
-    low = packed - high * 16
+    low = body.BitShift(body.BitShift(packed, 4, direction="LEFT"), 4, direction="RIGHT")
     pairs = body.Concat(low.unsqueeze(-1), high.unsqueeze(-1), axis=-1)
     return pairs.reshape([packed.size(0), packed.size(1), packed.size(2), packed.size(3) * 2])
 

@@ -20,6 +20,8 @@ from tests.kernels.reference import make_sdpa, sdpa_with_bound, to_layout
 
 Array = npt.NDArray[Any]
 DOMAIN = "graphrewrite"
+# Older runtimes crash in shape inference of nodes with absent inputs, so for them the library leaves it out.
+INFERS_SHAPES = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 24)
 
 
 def make_model(
@@ -86,7 +88,8 @@ def test_custom_sdpa(cache: str, mask: str | None, recent: bool, layout: str, ro
     inputs = sdpa_inputs(arguments, layout)
     model = make_model("CustomSdpa", inputs, {"output": TensorProto.FLOAT}, is_causal=1, layout=layout, scale=0.3)
     session = make_session(model)
-    assert session.get_outputs()[0].shape == list(to_layout(arguments.query, layout).shape)
+    if INFERS_SHAPES:
+        assert session.get_outputs()[0].shape == list(to_layout(arguments.query, layout).shape)
     output = to_layout(session.run(None, feeds(inputs))[0], layout)
     expected, bound = sdpa_with_bound(arguments)
     assert np.all(np.abs(output - expected) <= bound)
@@ -113,6 +116,7 @@ def small_update() -> dict[str, Array | None]:
     }
 
 
+@pytest.mark.skipif(not INFERS_SHAPES, reason="this onnxruntime is not asked to infer shapes")
 def test_symbolic_shapes_pass_through() -> None:
     inputs = small_update()
     shapes = {

@@ -21,8 +21,8 @@ GR_OPERATOR("UpdateCache", 1, update_cache, "value[B,S,H,D], cache[B,C,H,D], sta
 `start_pos` is a scalar, `[1]`, or `[B]` with one position for each sequence. Row i goes to position `start_pos + i`:
 
 - `write_mode` "linear": that slot. `0 <= start_pos` and `start_pos + S <= C`.
-- `write_mode` "circular": that slot modulo C, for any `start_pos >= 0`. Of more than C rows only the last C are stored, as
-  if all had been written one after the other.
+- `write_mode` "circular": that slot modulo C, for any `start_pos >= 0`. Of more than C rows only the last C are
+  stored, as if all had been written one after the other.
 
 Elements are moved as they are, whatever their type. When `new_cache` shares the buffer of `cache`, only the new rows
 are written, so the cost does not depend on C.)");
