@@ -17,6 +17,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from graphrewrite.custom_ops import library_path
@@ -89,10 +90,17 @@ def tensor(data: int, dtype: int, shape: Sequence[int], strides: Sequence[int] |
 
 
 def from_numpy(array: npt.NDArray[Any]) -> Tensor:
-    """Describes an array and keeps it alive. Its dtype must be one of `DTYPES`; numpy has bfloat16 from ml_dtypes."""
+    """Describes an array and keeps it alive.
+
+    Raises:
+        KernelError: its dtype is none of `DTYPES` (numpy has bfloat16 from ml_dtypes), its bytes are in another order
+            than the processor's, or its strides are no multiples of an element.
+    """
     dtype = DTYPES.get(array.dtype.name)
-    if dtype is None:
-        raise KernelError(f"element type {array.dtype.name} is not supported, expected one of {', '.join(DTYPES)}")
+    if dtype is None or not array.dtype.isnative:
+        raise KernelError(f"element type {array.dtype} is not supported, expected one of {', '.join(DTYPES)}")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise KernelError(f"strides {array.strides} are no multiples of the {array.itemsize} bytes of an element")
     strides = None if array.flags.c_contiguous else [stride // array.itemsize for stride in array.strides]
     descriptor = tensor(array.ctypes.data, dtype, array.shape, strides)
     descriptor.owner = array
@@ -171,7 +179,10 @@ def run(
     Raises:
         KernelError: an argument does not fit; nothing was written.
     """
-    given = [_attribute(name, value) for name, value in (attributes or {}).items() if value is not None]
+    for output in outputs:
+        if isinstance(output, np.ndarray) and not output.flags.writeable:
+            raise KernelError(f"{op}: an output is an array that may not be written")
+    given = [_attribute(op, name, value) for name, value in (attributes or {}).items() if value is not None]
     error = ctypes.create_string_buffer(_ERROR_SIZE)
     status = _library().gr_run(
         *(op.encode(), *_tensors(inputs), *_tensors(outputs), (_Attribute * len(given))(*given), len(given)),
@@ -189,11 +200,11 @@ def _tensors(tensors: Sequence[Tensor | npt.NDArray[Any] | None]) -> tuple[Any, 
     return (_Pointer * len(pointers))(*pointers), len(pointers)
 
 
-def _attribute(name: str, value: object) -> _Attribute:
-    if isinstance(value, str):
+def _attribute(op: str, name: str, value: object) -> _Attribute:
+    if isinstance(value, str) and "\0" not in value:
         return _Attribute(name.encode(), _TEXT, 0, 0, value.encode())
-    if isinstance(value, int):
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
         return _Attribute(name.encode(), _INT, 0, value, None)
     if isinstance(value, float):
         return _Attribute(name.encode(), _FLOAT, value, 0, None)
-    raise KernelError(f"attribute {name} is {value!r}, expected a string, an integer or a float")
+    raise KernelError(f"{op}: attribute {name} is {value!r}, expected a string, an integer of 64 bits or a float")

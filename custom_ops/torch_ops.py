@@ -106,8 +106,11 @@ class _Operator:
         outputs = self._outputs(inputs, attributes, self._in_place)
         capi.run(
             self._schema.name,
-            [_view(value) for value in inputs.values()],
-            [_view(output) for output in outputs],
+            [_view(f"{self.name}: {name}", value) for name, value in inputs.items()],
+            [
+                _view(f"{self.name}: {output.name}", value)
+                for output, value in zip(self._schema.outputs, outputs, strict=True)
+            ],
             attributes,
             threads=torch.get_num_threads(),
         )
@@ -176,6 +179,9 @@ class _ShapeCheck:
         self._dtypes: dict[str, tuple[torch.dtype, str]] = {}
 
     def run(self) -> None:
+        devices = {value.device.type for _, value in self._inputs if isinstance(value, torch.Tensor)}
+        # A meta tensor among others brings a call here, and not to the kernel.
+        self._that(len(devices) == 1, f"tensors are on {' and '.join(sorted(devices))}; expected one device")
         self._that(self._layout in ("BSNH", "BNSH"), f"layout is {self._layout!r}; expected BSNH or BNSH")
         for tensor, value in self._inputs:
             if isinstance(value, torch.Tensor):
@@ -233,7 +239,8 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _view(value: torch.Tensor | int | None) -> capi.Tensor | None:
+def _view(name: str, value: torch.Tensor | int | None) -> capi.Tensor | None:
+    """`name`: of operator and argument, for messages."""
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):
@@ -241,11 +248,14 @@ def _view(value: torch.Tensor | int | None) -> capi.Tensor | None:
         described = capi.tensor(ctypes.addressof(memory), capi.DTYPES["int64"], ())
         described.owner = memory
         return described
-    name = _dtype_name(value.dtype)
-    if name not in capi.DTYPES:
-        raise KernelError(f"element type {name} is not supported, expected one of {', '.join(capi.DTYPES)}")
+    if value.device.type != "cpu":
+        raise KernelError(f"{name} is a tensor on {value.device}, expected cpu")
+    dtype = _dtype_name(value.dtype)
+    if dtype not in capi.DTYPES:
+        known = ", ".join(capi.DTYPES)
+        raise KernelError(f"{name} has element type {dtype}, which is not supported; expected one of {known}")
     strides = None if value.is_contiguous() else value.stride()
-    return capi.tensor(value.data_ptr(), capi.DTYPES[name], value.shape, strides)
+    return capi.tensor(value.data_ptr(), capi.DTYPES[dtype], value.shape, strides)
 
 
 def _define_all() -> None:

@@ -255,3 +255,30 @@ def test_the_rank_of_scales_is_looked_up_too() -> None:
     assert signature_of(attention).types[:6] == tuple(
         ir.DataType[name] if name else None for name in ("FLOAT", "INT8", "INT8", "", "FLOAT", "INT8")
     )
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"mode": "circular"}, "there is no attribute mode"),
+        ({"is_causal": 2}, "attribute is_causal is 2; expected 0 or 1"),
+        ({"scale": float("nan")}, "attribute scale is nan; expected a finite number"),
+        ({"softcap": float("inf")}, "attribute softcap is inf"),
+        ({"window": -1}, "attribute window is -1"),
+    ],
+    ids=str,
+)
+def test_attributes_that_no_body_has(attributes: dict[str, Any], message: str) -> None:
+    call = sdpa_call(make_sdpa(np.random.default_rng(18)))
+    call.attributes = {**call.attributes, **attributes}
+    model = model_of(node_of(call))
+    with pytest.raises(InputError, match=f"CustomSdpa.*{message}"):
+        attach(model)
+    assert not model.functions
+
+
+def test_a_range_that_int8_lacks() -> None:
+    inputs: Feeds = {"input": np.ones((2, 3), np.float32), "scales": np.ones((2, 1), np.float32)}
+    model = model_of(node_of(Call("QuantizePerToken", inputs, ("codes",), {"quant_max": 200})))
+    with pytest.raises(InputError, match="quant_min is -128 and quant_max 200"):
+        attach(model)

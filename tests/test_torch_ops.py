@@ -234,7 +234,7 @@ def test_a_position_outside_the_cache_is_an_error_that_gives_the_values(op: str,
 
 def test_an_element_type_without_a_kernel_is_an_error() -> None:
     value = torch.zeros(1, 1, 1, 1, dtype=torch.complex64)
-    with pytest.raises(KernelError, match="complex64 is not supported"):
+    with pytest.raises(KernelError, match="update_cache: value has element type complex64, which is not supported"):
         OPS.update_cache(value, value, 0)
 
 
@@ -244,3 +244,10 @@ def test_update_cache_moves_any_element_type(dtype: str) -> None:
     result = OPS.update_cache(value, torch.zeros_like(value).expand(1, 3, 1, 2), 1)
     assert result.dtype == value.dtype
     np.testing.assert_array_equal(result[0, :, 0, 0].float().numpy(), [0, 1, 0])
+
+
+@pytest.mark.parametrize("form", ["update_cache", "update_cache_"])
+def test_tensors_on_several_devices_are_an_error(form: str) -> None:
+    value, cache = torch.ones(1, 1, 1, 2), torch.zeros(1, 3, 1, 2)
+    with pytest.raises(ValueError, match=f"graphrewrite::{form}: tensors are on cpu and meta"):
+        getattr(OPS, form)(value.to("meta"), cache, 1)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from graphrewrite.custom_ops.functions.bodies import MARK, body, has_body
-from graphrewrite.custom_ops.functions.element_types import RETURNED_TYPES
+from graphrewrite.custom_ops.functions.bodies import MARK, attributes_of, body, has_body
+from graphrewrite.custom_ops.functions.element_types import RETURNED_TYPES, label
 from graphrewrite.custom_ops.functions.expression import VARIANT
 from graphrewrite.custom_ops.functions.signature import DOMAIN, SOURCE_DOMAINS, Signature, signature_of
 from graphrewrite.errors import InputError
@@ -88,6 +88,10 @@ def _read(
             continue
         if not has_body(*operator):
             raise InputError(f"there is no operator {node.domain}::{node.op_type}")
+        # onnxruntime would not say so: it hands a kernel the attributes that the kernel asks for.
+        unknown = sorted(set(node.attributes) - attributes_of(*operator) - {VARIANT})
+        if unknown and node.domain == DOMAIN:
+            raise InputError(f"{label(node)}: there is no attribute {', '.join(unknown)}")
         found.setdefault(operator, {}).setdefault(signature_of(node), []).append(node)
     return found
 

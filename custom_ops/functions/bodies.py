@@ -11,7 +11,7 @@ from graphrewrite.custom_ops.functions.expression import VARIANT, Body
 from graphrewrite.custom_ops.functions.signature import DOMAIN, Signature
 from graphrewrite.errors import InputError
 
-__all__ = ["MARK", "MINIMUM_OPSET", "body", "has_body"]
+__all__ = ["MARK", "MINIMUM_OPSET", "attributes_of", "body", "has_body"]
 
 MINIMUM_OPSET = 14
 """The oldest default operator set the bodies can be written in (Reshape with allowzero)."""
@@ -80,6 +80,11 @@ _BODIES = {
 
 def has_body(domain: str, op_type: str) -> bool:
     return (domain, op_type) in _BODIES
+
+
+def attributes_of(domain: str, op_type: str) -> frozenset[str]:
+    """The names of the attributes that a node of this operator may carry."""
+    return frozenset(_BODIES[domain, op_type][1])
 
 
 def body(signature: Signature, opset: int = 17, variant: int | None = None) -> ir.Function:

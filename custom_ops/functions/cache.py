@@ -103,10 +103,12 @@ def _write_at_indices(signature: Signature, body: Body, value: Term, cache: Term
     """The cache with row i of sequence b written at indices[b, i]; of rows with the same index the last one stays."""
     # A zero keeps the reductions defined when there are no indices.
     padded = body.Concat(indices.reshape([-1]), body.constant([0]), axis=0)
-    capacity = cache.size(sequence_axis(signature.layout))
-    fits = (body.reduce("ReduceMin", padded) >= 0) & (body.reduce("ReduceMax", padded) < body.Max(capacity, 1))
+    axis = sequence_axis(signature.layout)
+    capacity = body.Max(cache.size(axis), 1)
+    fits = (body.reduce("ReduceMin", padded) >= 0) & (body.reduce("ReduceMax", padded) < capacity)
+    fits = fits & indices.size(-1).equals(value.size(axis))
     is_valid = body.Squeeze(fits, body.constant([0]))
-    sentence = f"{signature.op_type} requires 0 <= indices < cache capacity"
+    sentence = f"{signature.op_type} requires one index for each row, and 0 <= indices < cache capacity"
     slots = body.require(is_valid, indices.expand([1, 1]), sentence)
     # In which order ScatterND writes is open, so all rows of an index are the last one.
     same = slots.unsqueeze(2).equals(slots.unsqueeze(1))

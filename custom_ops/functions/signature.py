@@ -8,6 +8,7 @@ positions) is left to run time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +139,7 @@ def signature_of(node: ir.Node) -> Signature:
     while present and not present[-1]:
         present.pop()
     operator = (node.domain, node.op_type)
+    _check_range(node)
     parameters = _CACHE_PARAMETERS.get(operator, range(0))
     return Signature(
         op_type=node.op_type,
@@ -145,8 +147,8 @@ def signature_of(node: ir.Node) -> Signature:
         domain=node.domain,
         types=_types(node, len(present)),
         static=tuple(at for at in parameters if at < len(present) and present[at] and rank(node, at) != _RANK_OF_ROWS),
-        is_causal=bool(node.attributes.get_int("is_causal", 0)),
-        has_scale="scale" in node.attributes,
+        is_causal=_is_causal(node),
+        has_scale=_has_scale(node),
         has_softcap=_is_positive(node, "softcap", node.attributes.get_float("softcap", 0.0)),
         has_window=_is_positive(node, "window", node.attributes.get_int("window", 0)),
         has_sink_tokens=_is_positive(node, "sink_tokens", node.attributes.get_int("sink_tokens", 0)),
@@ -199,7 +201,29 @@ def _choices(node: ir.Node) -> dict[str, Any]:
     return chosen
 
 
+def _is_causal(node: ir.Node) -> bool:
+    value = node.attributes.get_int("is_causal", 0)
+    if value not in (0, 1):
+        raise InputError(f"{label(node)}: attribute is_causal is {value}; expected 0 or 1")
+    return bool(value)
+
+
+def _has_scale(node: ir.Node) -> bool:
+    if "scale" not in node.attributes:
+        return False
+    value = node.attributes.get_float("scale", 0.0)
+    if not math.isfinite(value):
+        raise InputError(f"{label(node)}: attribute scale is {value}; expected a finite number")
+    return True
+
+
+def _check_range(node: ir.Node) -> None:
+    lowest, highest = node.attributes.get_int("quant_min", -128), node.attributes.get_int("quant_max", 127)
+    if node.domain == DOMAIN and not -128 <= lowest <= highest <= 127:
+        raise InputError(f"{label(node)}: quant_min is {lowest} and quant_max {highest}; expected a range of int8")
+
+
 def _is_positive(node: ir.Node, attribute: str, value: float) -> bool:
-    if not value >= 0:
+    if not 0 <= value < math.inf:
         raise InputError(f"{label(node)}: attribute {attribute} is {value}; expected 0 or more")
     return value > 0

@@ -52,6 +52,9 @@ public:
         a.value =
             check_rows(a, {"value_cache", "value_scales", "value_zero_points", "recent_value", arguments_.value_cache,
                            arguments_.value_scales, arguments_.value_zero_points, arguments_.recent_value});
+        if (a.key.wide_scales != a.value.wide_scales)
+            fail(op_, "key_scales has element type ", a.key.wide_scales ? "float64" : "float32", " and value_scales ",
+                 a.value.wide_scales ? "float64" : "float32", "; expected the same");
         check_mask(a);
         check_sinks(a);
         check_options(a);
@@ -175,23 +178,17 @@ private:
                      " does not fall into ", groups, " equal groups");
             return {view.strided(), a.dim / groups};
         }
-        const auto is = [&](std::initializer_list<std::int64_t> shape) {
-            bool equal = tensor.rank == static_cast<std::int32_t>(shape.size());
-            for (std::int32_t d = 0; equal && d < tensor.rank; ++d)
-                equal = tensor.shape[d] == shape.begin()[d];
-            return equal;
-        };
-        if (is({}) || is({1}))
-            return {{tensor.data, {0, 0, 0, 0}}, a.dim};
-        if (is({a.dim}))
-            return {{tensor.data, {0, 0, 0, argument.stride(0)}}, 1};
-        if (is({a.kv_heads, 1}))
-            return {{tensor.data, {0, 0, argument.stride(0), 0}}, a.dim};
-        if (is({a.kv_heads, a.dim}))
-            return {{tensor.data, {0, 0, argument.stride(0), argument.stride(1)}}, 1};
-        fail(op_, argument.name(), " has shape ", shape_text(tensor),
-             ", expected rank 4 with one element a group, or [], [1], [", a.dim, "], [", a.kv_heads, ",1] or [",
-             a.kv_heads, ",", a.dim, "] for all rows");
+        const bool by_head = tensor.rank == 2 && tensor.shape[0] == a.kv_heads && tensor.shape[0] != 1;
+        const bool by_element = tensor.rank > 0 && tensor.shape[tensor.rank - 1] == a.dim && a.dim != 1;
+        const bool fits = tensor.rank <= 2 && (tensor.rank < 2 || by_head || tensor.shape[0] == 1) &&
+                          (tensor.rank < 1 || by_element || tensor.shape[tensor.rank - 1] == 1);
+        if (!fits)
+            fail(op_, argument.name(), " has shape ", shape_text(tensor),
+                 ", expected rank 4 with one element a group, or [], [1], [", a.dim, "], [", a.kv_heads, ",1] or [",
+                 a.kv_heads, ",", a.dim, "] for all rows");
+        return {
+            {tensor.data, {0, 0, by_head ? argument.stride(0) : 0, by_element ? argument.stride(tensor.rank - 1) : 0}},
+            by_element ? 1 : a.dim};
     }
 
     void check_mask(Attention& a) const {

@@ -136,7 +136,7 @@ void attend_row(const Attention& a, std::int64_t b, std::int64_t i, std::int64_t
     score_row(a, b, i, h, keys, memory);
     double maximum = kHidden, total = 0;
     for (std::int64_t j = 0; j < keys; ++j)
-        if (!(memory.scores[j] <= maximum)) // so NaN, too, becomes the maximum, and the row NaN
+        if (!(memory.scores[j] <= maximum) && !std::isnan(maximum)) // so NaN becomes the maximum, and the row NaN
             maximum = memory.scores[j];
     const bool sees_any = maximum != kHidden;
     const double sink = a.sinks.data != nullptr ? element(a.exact, a.sinks.data, offset(a.sinks, 0, 0, h)) : kHidden;

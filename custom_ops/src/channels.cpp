@@ -1,7 +1,5 @@
 #include "channels.h"
 
-#include <limits>
-
 #include "dense.h"
 #include "error.h"
 #include "isa.h"
@@ -14,9 +12,9 @@ constexpr std::int64_t kJobElements = 65536;
 // Where channels alternate quickly and all come round within this many elements, scales and zero points are laid out
 // repeatedly, one for each element of a table of about this size.
 constexpr std::int64_t kTable = 2048;
-constexpr std::int64_t kShortRun = 64;                        // elements of one channel side by side
-constexpr std::int64_t kBlock = 512;                          // elements that go through a buffer at once
-constexpr std::int64_t kAhead = 2048;                         // how far ahead of a block codes are fetched
+constexpr std::int64_t kShortRun = 64; // elements of one channel side by side
+constexpr std::int64_t kBlock = 512;   // elements that go through a buffer at once
+constexpr std::int64_t kLongRun = 512; // elements of one channel, or of different ones, in a call of a kernel
 constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20; // results this large do not stay in a cache
 
 // A zero point of any width.
@@ -79,6 +77,9 @@ public:
     }
     ChannelParameters(const ChannelParameters&) = delete;
     ChannelParameters& operator=(const ChannelParameters&) = delete;
+
+    // How many elements one call of a kernel gets.
+    std::int64_t run_length() const { return inner_ == 1 ? count_ : inner_; }
 
     static bool are_laid_out(const ChannelOperands& operands) {
         return operands.inner == 1 || (operands.inner < kShortRun && operands.count * operands.inner < kTable);
@@ -160,36 +161,39 @@ void quantize(const ChannelOperands& operands, const DenseOperands& dense, const
 }
 
 template <typename Q, typename F, typename Zero>
-void dequantize_with(const DequantizeKernels<Q, F, Zero>& kernels, const QuantizationKernels& all,
+void dequantize_with(const DequantizeKernels<Q, F, Zero>& kernels, const DequantizationKernels& all,
                      const ChannelOperands& operands, const DenseOperands& dense, const Threads& threads) {
     const ChannelParameters<F, Zero> parameters(operands, dense);
     const auto* const codes = dense.elements.data<const Q>();
     auto* const values = dense.output.data<float>();
-    const auto convert = [&](std::int64_t begin, std::int64_t end, float* to) {
+    const auto convert = [&](std::int64_t begin, std::int64_t end, bool stream, float* to) {
         parameters.visit(
             begin, end, end,
             [&](std::int64_t first, std::int64_t count, F scale, std::int64_t zero_point) {
+                float* const target = to + (first - begin);
                 if (is_narrow(zero_point))
-                    kernels.run(codes + first, count, scale, static_cast<Zero>(zero_point), to + (first - begin));
+                    kernels.run(codes + first, count, scale, static_cast<Zero>(zero_point), stream, target);
                 else
-                    wide_dequantize<Q, F>().run(codes + first, count, scale, zero_point, to + (first - begin));
+                    wide_dequantize<Q, F>().run(codes + first, count, scale, zero_point, stream, target);
             },
             [&](std::int64_t first, std::int64_t count, const F* scales, const Zero* zero_points) {
-                kernels.each(codes + first, count, scales, zero_points, to + (first - begin));
+                kernels.each(codes + first, count, scales, zero_points, stream, to + (first - begin));
             });
     };
-    const std::int64_t total = operands.total();
-    run_jobs(total, threads, [&](std::int64_t begin, std::int64_t end) {
-        if (total * static_cast<std::int64_t>(sizeof(float)) < kStreamBytes)
-            return convert(begin, end, values + begin);
-        // By way of a block in the nearest cache, so that whole lines are written whatever the runs.
+    const bool stream = operands.total() * static_cast<std::int64_t>(sizeof(float)) >= kStreamBytes;
+    const bool by_blocks = stream && parameters.run_length() < kLongRun;
+    run_jobs(operands.total(), threads, [&](std::int64_t begin, std::int64_t end) {
+        if (!by_blocks)
+            convert(begin, end, stream, values + begin);
+        // By way of a block in the nearest cache, so that whole lines are written although runs end within them.
         alignas(64) float block[kBlock];
-        for (std::int64_t first = begin, next; first < end; first = next) {
+        for (std::int64_t first = begin, next; by_blocks && first < end; first = next) {
             next = smaller(first + kBlock - misaligned(values + first), end);
-            convert(first, next, block);
-            all.stream(block, next - first, values + first, codes + smaller(first + kAhead, total));
+            convert(first, next, false, block);
+            all.stream(block, next - first, codes + first, values + first);
         }
-        all.finish_streams();
+        if (stream)
+            all.finish_streams();
     });
 }
 
@@ -203,8 +207,8 @@ bool are_narrow(const ChannelOperands& operands, const std::optional<Dense>& zer
 
 template <typename Q, typename F>
 void dequantize(const ChannelOperands& operands, const DenseOperands& dense, const Threads& threads) {
-    const QuantizationKernels& all = *active_kernels(operands.elements.op()).quantization;
-    if (!ChannelParameters<F, F>::are_laid_out(operands) || are_narrow(operands, dense.zero_points))
+    const DequantizationKernels& all = *active_kernels(operands.elements.op()).dequantization;
+    if (!ChannelParameters<F, float>::are_laid_out(operands) || are_narrow(operands, dense.zero_points))
         dequantize_with(all.dequantize<Q, F>(), all, operands, dense, threads);
     else
         dequantize_with(wide_dequantize<Q, F>(), all, operands, dense, threads);

@@ -11,6 +11,7 @@ struct Kernels {
     const char* name;
     const AttentionKernels* attention; // NULL: the reference
     const QuantizationKernels* quantization;
+    const DequantizationKernels* dequantization;
 };
 
 // The kernels in use. Throws InvalidArgument, the message led by `op`, when GRAPHREWRITE_ISA cannot be followed.

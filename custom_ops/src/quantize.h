@@ -26,12 +26,14 @@ template <typename F> struct QuantizeKernels {
                  const QuantizeRule<F>& rule, std::int8_t* codes);
 };
 
-// float((code - zero_point) * scale), with the difference exact and the product in F. Zero is F, for zero points up to
-// kLargestNarrowZeroPoint in magnitude, or int64.
+// float((code - zero_point) * scale), with the difference exact and the product in F. Zero is float, for zero points up
+// to kLargestNarrowZeroPoint in magnitude, or int64. `stream`: the values are not read again soon, and go past the
+// caches where the processor can; other threads see them after finish_streams().
 template <typename Q, typename F, typename Zero> struct DequantizeKernels {
-    void (*run)(const Q* codes, std::int64_t count, F scale, Zero zero_point, float* values);
+    void (*run)(const Q* codes, std::int64_t count, F scale, Zero zero_point, bool stream, float* values);
     // `zero_points` NULL: 0.
-    void (*each)(const Q* codes, std::int64_t count, const F* scales, const Zero* zero_points, float* values);
+    void (*each)(const Q* codes, std::int64_t count, const F* scales, const Zero* zero_points, bool stream,
+                 float* values);
 };
 
 constexpr std::int64_t kLargestNarrowZeroPoint = std::int64_t{1} << 23;
@@ -45,25 +47,29 @@ struct Extremes {
 struct QuantizationKernels {
     Extremes (*extremes)(const float* row, std::int64_t count);
     std::tuple<QuantizeKernels<float>, QuantizeKernels<double>> quantizers;
-    std::tuple<DequantizeKernels<std::int8_t, float, float>, DequantizeKernels<std::int8_t, double, double>,
-               DequantizeKernels<std::uint8_t, float, float>, DequantizeKernels<std::uint8_t, double, double>>
-        dequantizers;
     // int4: packed[k] = (codes[2k] + offset) | (codes[2k + 1] + offset) << 4, with the sums in 0..15. `count` is even.
     void (*pack)(const std::int8_t* codes, std::int64_t count, std::int8_t offset, std::uint8_t* packed);
-    // Copies to memory that is not read again soon, past the caches where the processor can. Other threads see it after
-    // finish_streams(). Fetches the `count` bytes at `next` meanwhile, which need not be there.
-    void (*stream)(const float* from, std::int64_t count, float* to, const void* next);
-    void (*finish_streams)();
 
     template <typename F> const QuantizeKernels<F>& quantize() const {
         return std::get<QuantizeKernels<F>>(quantizers);
     }
-    template <typename Q, typename F> const DequantizeKernels<Q, F, F>& dequantize() const {
-        return std::get<DequantizeKernels<Q, F, F>>(dequantizers);
+};
+
+struct DequantizationKernels {
+    std::tuple<DequantizeKernels<std::int8_t, float, float>, DequantizeKernels<std::int8_t, double, float>,
+               DequantizeKernels<std::uint8_t, float, float>, DequantizeKernels<std::uint8_t, double, float>>
+        dequantizers;
+    // Streams values that were computed elsewhere, from `codes` on.
+    void (*stream)(const float* from, std::int64_t count, const void* codes, float* to);
+    void (*finish_streams)();
+
+    template <typename Q, typename F> const DequantizeKernels<Q, F, float>& dequantize() const {
+        return std::get<DequantizeKernels<Q, F, float>>(dequantizers);
     }
 };
 
 extern const QuantizationKernels kScalarQuantization;
+extern const DequantizationKernels kScalarDequantization;
 
 // Zero points of any size, for every instruction set.
 template <typename Q, typename F> const DequantizeKernels<Q, F, std::int64_t>& wide_dequantize();

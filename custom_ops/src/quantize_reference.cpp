@@ -55,18 +55,19 @@ template <typename F> float to_value(std::int64_t code, F scale, std::int64_t ze
     return static_cast<float>(static_cast<F>(difference(code, zero_point)) * scale);
 }
 
-template <typename F> float to_value(std::int64_t code, F scale, F zero_point) {
-    return static_cast<float>((static_cast<F>(code) - zero_point) * scale);
+template <typename F> float to_value(std::int64_t code, F scale, float zero_point) {
+    return static_cast<float>(static_cast<F>(static_cast<float>(code) - zero_point) * scale);
 }
 
 template <typename Q, typename F, typename Zero>
-void dequantize_run(const Q* codes, std::int64_t count, F scale, Zero zero_point, float* values) {
+void dequantize_run(const Q* codes, std::int64_t count, F scale, Zero zero_point, bool, float* values) {
     for (std::int64_t k = 0; k < count; ++k)
         values[k] = to_value(codes[k], scale, zero_point);
 }
 
 template <typename Q, typename F, typename Zero>
-void dequantize_each(const Q* codes, std::int64_t count, const F* scales, const Zero* zero_points, float* values) {
+void dequantize_each(const Q* codes, std::int64_t count, const F* scales, const Zero* zero_points, bool,
+                     float* values) {
     for (std::int64_t k = 0; k < count; ++k)
         values[k] = to_value(codes[k], scales[k], zero_points != nullptr ? zero_points[k] : Zero{0});
 }
@@ -116,15 +117,18 @@ template const DequantizeKernels<std::uint8_t, double, std::int64_t>& wide_dequa
 const QuantizationKernels kScalarQuantization{
     extremes,
     {{quantize_run<float>, quantize_each<float>}, {quantize_run<double>, quantize_each<double>}},
-    {kDequantize<std::int8_t, float, float>, kDequantize<std::int8_t, double, double>,
-     kDequantize<std::uint8_t, float, float>, kDequantize<std::uint8_t, double, double>},
     pack,
-    [](const float* from, std::int64_t count, float* to, const void*) {
+};
+
+const DequantizationKernels kScalarDequantization{
+    {kDequantize<std::int8_t, float, float>, kDequantize<std::int8_t, double, float>,
+     kDequantize<std::uint8_t, float, float>, kDequantize<std::uint8_t, double, float>},
+    [](const float* from, std::int64_t count, const void*, float* to) {
         std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
     },
     [] {},
 };
 
-const Kernels kScalarKernels{"scalar", nullptr, &kScalarQuantization};
+const Kernels kScalarKernels{"scalar", nullptr, &kScalarQuantization, &kScalarDequantization};
 
 } // namespace gr

@@ -36,6 +36,7 @@ ByteRange extent(const Argument& argument) {
         dense = multiply_add(argument, size, dense, 0);
     }
     const std::int64_t item = dtype_bytes(tensor.dtype);
+    multiply_add(argument, dense, item, 0); // a copy of it can be counted in bytes
     const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
     return {begin, begin + static_cast<std::uintptr_t>(multiply_add(argument, last, item, item))};
 }
@@ -55,8 +56,12 @@ void check_form(const char* op, const char* name, const GrTensor* tensor) {
         if (tensor->strides != nullptr && tensor->strides[d] < 0)
             fail(op, name, " has the negative stride ", tensor->strides[d], " in dimension ", d);
     }
-    if (tensor->data == nullptr && !is_empty(*tensor))
+    if (is_empty(*tensor))
+        return;
+    if (tensor->data == nullptr)
         fail(op, name, " of shape ", shape_text(*tensor), " has no data");
+    if (reinterpret_cast<std::uintptr_t>(tensor->data) % static_cast<std::uintptr_t>(dtype_bytes(tensor->dtype)) != 0)
+        fail(op, name, " does not lie at a multiple of the ", dtype_bytes(tensor->dtype), " bytes of its elements");
 }
 
 } // namespace

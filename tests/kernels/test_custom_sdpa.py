@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.kernels.calls import custom_sdpa, instruction_set
+from graphrewrite.custom_ops import capi
+from tests.kernels.calls import custom_sdpa, instruction_set, sdpa_attributes, sdpa_inputs
 from tests.kernels.cases import ISAS, Case, check, check_everywhere
 from tests.kernels.memory import guarded
 from tests.kernels.reference import make_sdpa, sdpa_with_bound, visible_slots
@@ -232,3 +233,34 @@ def test_extreme_codes_do_not_wrap() -> None:
     for isa in ISAS:
         with instruction_set(isa):
             np.testing.assert_array_equal(custom_sdpa(arguments), np.full((1, 1, 1, 8), 255, np.float32))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("cache", ["float", "int8", "int4"])
+def test_one_row_may_stand_for_all(isa: str, rows: int, cache: str) -> None:
+    """Keys and values that are expanded along the sequence: a stride of 0."""
+    arguments = make_sdpa(np.random.default_rng(13), rows=rows, capacity=rows + 20, start=20, dim=16, cache=cache)
+    for name in ("key_cache", "value_cache"):
+        row = getattr(arguments, name)[:, :1]
+        setattr(arguments, name, np.broadcast_to(row, getattr(arguments, name).shape))
+    inputs = sdpa_inputs(arguments, "BSNH")
+    inputs |= {"key_cache": arguments.key_cache, "value_cache": arguments.value_cache}
+    output = np.empty_like(arguments.query)
+    with instruction_set(isa):
+        capi.run("CustomSdpa", list(inputs.values()), [output], sdpa_attributes(arguments, "BSNH"))
+    check(output, arguments)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_key_that_is_nan_is_not_forgotten_for_a_later_hidden_one(isa: str, strided: bool) -> None:
+    arguments = make_sdpa(np.random.default_rng(14), capacity=2, dim=8, cache="float")
+    arguments.key_cache[0, 0] = np.nan
+    arguments.attn_mask = np.array([[True, False]])
+
+    def place(array: Array) -> Array:
+        return np.repeat(array, 2, axis=-1)[..., ::2] if strided and array.ndim == 4 else array
+
+    with instruction_set(isa):
+        assert np.isnan(custom_sdpa(arguments, place=place)).all()

@@ -251,6 +251,43 @@ def test_unknown_numpy_type() -> None:
         capi.from_numpy(np.zeros(1, np.complex64))
 
 
+def test_arrays_that_no_kernel_can_read() -> None:
+    packed = np.zeros((1, 2, 1, 4), [("a", "f4"), ("b", "i1")])
+    with pytest.raises(KernelError, match="no multiples of the 4 bytes of an element"):
+        capi.from_numpy(packed["a"])
+    with pytest.raises(KernelError, match=r">f4.* is not supported"):
+        capi.from_numpy(np.zeros(2, ">f4"))
+    cache = np.frombuffer(bytes(64), np.float32).reshape(1, 4, 1, 4)
+    with pytest.raises(KernelError, match="UpdateCache: an output is an array that may not be written"):
+        capi.run("UpdateCache", [np.ones((1, 1, 1, 4), np.float32), cache, np.array(0)], [cache])
+
+
+@pytest.mark.parametrize("attributes", [{"window": 2**64}, {"layout": "BSNH\0x"}, {"scale": b"1"}], ids=str)
+def test_attributes_that_no_kernel_can_read(attributes: Arguments) -> None:
+    with pytest.raises(KernelError, match=f"CustomSdpa: attribute {next(iter(attributes))} is .*, expected a string"):
+        call("CustomSdpa", good("CustomSdpa", "int8") | attributes)
+
+
+def test_elements_lie_at_multiples_of_their_size() -> None:
+    memory = np.zeros(4 * 16 + 1, np.int8)
+    output = capi.tensor(memory.ctypes.data + 1, capi.DTYPES["float32"], (1, 16))
+    with pytest.raises(KernelError, match="values does not lie at a multiple of the 4 bytes of its elements"):
+        capi.run("DequantizePerToken", [np.zeros((1, 16), np.int8), np.ones((1, 1), np.float32)], [output])
+
+
+def test_a_tensor_of_more_bytes_than_there_are_numbers() -> None:
+    one = np.zeros(1, np.float32)
+    row = capi.tensor(one.ctypes.data, capi.DTYPES["float32"], (1, 2**62), (0, 0))
+    with pytest.raises(KernelError, match="exceeds 63-bit offsets"):
+        capi.run("ChooseQParamsPerToken", [row], [np.zeros((1, 1)), np.zeros((1, 1), np.int64)])
+
+
+def test_scales_of_keys_and_values_are_of_one_type() -> None:
+    change = {"key_scales": np.ones(16), "value_scales": np.ones(16, np.float32)}
+    with pytest.raises(KernelError, match="key_scales has element type float64 and value_scales float32"):
+        call("CustomSdpa", good("CustomSdpa", "int8") | change)
+
+
 def test_long_messages_are_cut() -> None:
     with pytest.raises(KernelError) as caught:
         call("UpdateCache", good("UpdateCache", "float") | {"layout": "x" * 5000})

@@ -50,7 +50,9 @@ def dequantize(op: str, codes: Array, scales: Array, zero_points: Array | None, 
     return run(op, [codes, scales, zero_points], [np.full(codes.shape, np.nan, np.float32)], **attributes)[0]
 
 
-def to_torch(array: Array) -> Any:
+def to_torch(array: Array | None) -> Any:
+    if array is None:
+        return None
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -59,7 +61,7 @@ def to_torch(array: Array) -> Any:
 def rows_of(kind: str, dtype: str) -> Array:
     """Rows that tell implementations of quantization apart."""
     random = np.random.default_rng(0)
-    rows = random.standard_normal((400, 70)).astype(np.float32)
+    rows: Array = random.standard_normal((400, 70)).astype(np.float32)
     if kind == "ties":
         # With extremes at +-127.5 the scale is 1, halves are ties, and the zero point is odd or even.
         rows = random.integers(-255, 256, rows.shape).astype(np.float32) / 2
@@ -93,7 +95,7 @@ def test_choose_qparams_per_token(scheme: str, dtype: str, kind: str) -> None:
 
 def test_choose_qparams_of_every_float16() -> None:
     """Each of the 63488 finite numbers alone in a row: every exponent, and every step rounded."""
-    value = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    value: Array = np.arange(2**16, dtype=np.uint16).view(np.float16)
     value = value[np.isfinite(value)].reshape(-1, 1)
     expected = torch_ops.choose_qparams_per_token_asymmetric(to_torch(value), torch.int8)
     for actual, wanted in zip(choose(value, "asymmetric"), expected, strict=True):
@@ -143,7 +145,7 @@ def test_orders_of_rounding(op: str, rounding: str, expected: list[int]) -> None
     """2.5 and 1.5 with the odd zero point 1 and an even one: a tie goes to the even code, or to the even quotient."""
     value, points = np.array([[0.5], [1.5]], np.float32) + 2, np.array([[1], [1]])
     shape = (2, 1) if op == "QuantizePerToken" else (2,)
-    attributes = {"rounding": rounding} | ({} if op == "QuantizePerToken" else {"axis": 0})
+    attributes: dict[str, Any] = {"rounding": rounding} | ({} if op == "QuantizePerToken" else {"axis": 0})
     codes = quantize(op, value, np.ones(shape, np.float32), points.reshape(shape), **attributes)
     assert codes.ravel().tolist() == expected
 
@@ -158,7 +160,7 @@ def test_dequantize_per_channel(
     codes = np.random.default_rng(2).integers(0, 256, shape).astype(np.uint8).view(codes_type)
     for axis in range(-len(shape), len(shape)):
         scales, points = parameters_for((shape[axis],), scales_type, points_type)
-        given = [None if array is None else to_torch(array) for array in (codes, scales, points)]
+        given = [to_torch(array) for array in (codes, scales, points)]
         dtype = given[0].dtype
         expected = torch_ops.dequantize_per_channel(*given, axis, 0 if codes_type == "uint8" else -128, 127, dtype)
         actual = dequantize("DequantizePerChannel", codes, scales, points, axis=axis)
@@ -260,7 +262,7 @@ def test_strides(op: str, shape: tuple[int, ...]) -> None:
     count = (*value.shape[:-1], 1) if op == "Token" else value.shape[1:2]
     scales = np.broadcast_to(np.float64(0.02), count)
     points = np.repeat(random.integers(-9, 9, count), 2, axis=0)[::2]
-    attributes = {} if op == "Token" else {"axis": 1}
+    attributes: dict[str, Any] = {} if op == "Token" else {"axis": 1}
     wide = np.full((*value.shape[:-1], 2 * value.shape[-1]), 99, np.int8)
     codes = wide[..., ::2]
     capi.run(f"QuantizePer{op}", [value, scales, points], [codes], attributes, threads=2)

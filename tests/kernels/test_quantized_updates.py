@@ -76,7 +76,7 @@ def test_update_quantized_cache(
     parts = reference.quantize(value, scheme, codes=codes, groups=groups, rounding=rounding)
     expected = [reference.update_cache(part, old, np.array([4, 9])) for part, old in zip(parts, before, strict=True)]
     placed = [guarded(to_layout(array, layout)) for array in before]
-    attributes = {"scheme": scheme, "rounding": rounding, "layout": layout}
+    attributes: dict[str, Any] = {"scheme": scheme, "rounding": rounding, "layout": layout}
     with instruction_set(isa):
         after = update_quantized(guarded(to_layout(value, layout)), placed, [4, 9], in_place=in_place, **attributes)
     for actual, wanted in zip(after, expected, strict=True):
@@ -289,7 +289,7 @@ def test_static_scales_of_values_that_are_not_finite(isa: str, zero_points: Any,
     value = np.array([np.nan, np.inf, -np.inf, 0], np.float32).reshape(1, 1, 1, 4)
     codes = np.zeros((1, 1, 1, 2), np.uint8)
     points = None if zero_points is None else np.array(zero_points)
-    inputs = [value, codes, np.array(1, np.float32), np.array(0), points]
+    inputs: list[Any] = [value, codes, np.array(1, np.float32), np.array(0), points]
     with instruction_set(isa):
         capi.run("UpdateQuantizedCache", inputs, [codes], {"scheme": "static"})
     assert reference.unpack(codes).ravel().tolist() == [nan_code, 15, 0, 8 if zero_points is None else 5]

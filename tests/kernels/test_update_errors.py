@@ -60,9 +60,11 @@ def quantized(scheme: str, codes: str) -> Arguments:
 
 def call(target: str, arguments: Arguments) -> None:
     declared = operators()[target.split()[0]]
-    inputs, outputs = ([tensor.name for tensor in tensors] for tensors in (declared.inputs, declared.outputs))
-    attributes = {name: value for name, value in arguments.items() if name not in (*inputs, *outputs)}
-    capi.run(declared.name, *([arguments[name] for name in names] for names in (inputs, outputs)), attributes)
+    names = [tensor.name for tensor in (*declared.inputs, *declared.outputs)]
+    tensors = [arguments[name] for name in names]
+    count = len(declared.inputs)
+    attributes = {name: value for name, value in arguments.items() if name not in names}
+    capi.run(declared.name, tensors[:count], tensors[count:], attributes)
 
 
 def wrong_scale(scale: float) -> Array:

@@ -12,6 +12,6 @@ struct Vector : Avx2, avx2::Pack {};
 
 } // namespace
 
-const Kernels kAvx2Kernels{"avx2", &simd::kAttention<Vector>, &avx2::kQuantization};
+const Kernels kAvx2Kernels{"avx2", &simd::kAttention<Vector>, &avx2::kQuantization, &avx2::kDequantization};
 
 } // namespace gr

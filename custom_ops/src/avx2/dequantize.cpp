@@ -1,87 +1,59 @@
-// Dequantization for AVX2. It is bound by memory: a code is one byte and its value four, so large results are written
-// past the caches, which saves reading what is overwritten.
+// Dequantization for AVX2. Compiled for it, and so entered only where the processor has it.
+#include "../simd/dequantize.h"
+
 #include <cstring>
 #include <type_traits>
 
-#include "../operands.h"
 #include "eight.h"
 #include "quantize.h"
 
 namespace gr::avx2 {
 namespace {
 
-constexpr std::int64_t kWidth = 8;
-
 // The first n <= 8 codes.
-template <typename Q> __m128i load_bytes(const Q* codes, std::int64_t n) {
+template <typename Q> __m256i load_eight(const Q* codes, std::int64_t n) {
     std::int64_t bytes = 0;
-    std::memcpy(&bytes, codes, n == kWidth ? sizeof bytes : static_cast<std::size_t>(n));
-    return _mm_cvtsi64_si128(bytes);
+    std::memcpy(&bytes, codes, n == 8 ? sizeof bytes : static_cast<std::size_t>(n));
+    const __m128i packed = _mm_cvtsi64_si128(bytes);
+    return std::is_signed_v<Q> ? _mm256_cvtepi8_epi32(packed) : _mm256_cvtepu8_epi32(packed);
 }
 
-template <typename F, typename Q> Eight<F> load_codes(const Q* codes, std::int64_t n) {
-    const __m128i bytes = load_bytes(codes, n);
-    const __m256i wide = std::is_signed_v<Q> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-    return Eight<F>::of(wide);
-}
+template <typename F> struct Sixteen {
+    Eight<F> low, high;
 
-// `convert(k, n)`: the values of n elements from k on.
-template <typename Convert> void store_values(std::int64_t count, float* values, Convert convert) {
-    std::int64_t k = 0;
-    for (; k + kWidth <= count; k += kWidth)
-        Avx2::store(values + k, convert(k, kWidth));
-    if (k < count)
-        Avx2::store(values + k, convert(k, count - k), count - k);
-}
+    static Sixteen set1(F x) { return {Eight<F>::set1(x), Eight<F>::set1(x)}; }
+    static Sixteen load(const F* p, std::int64_t n) {
+        return {Eight<F>::load(p, smaller(n, 8)), Eight<F>::load(p + 8, larger(n - 8, 0))};
+    }
+    template <typename Q> static Sixteen load_codes(const Q* codes, std::int64_t n) {
+        return {Eight<F>::of(load_eight(codes, smaller(n, 8))), Eight<F>::of(load_eight(codes + 8, larger(n - 8, 0)))};
+    }
+    static Sixteen of(Sixteen<float> x) { return {Eight<F>::of(x.low.x), Eight<F>::of(x.high.x)}; }
+
+    friend Sixteen operator-(Sixteen a, Sixteen b) { return {a.low - b.low, a.high - b.high}; }
+    friend Sixteen operator*(Sixteen a, Sixteen b) { return {a.low * b.low, a.high * b.high}; }
+
+    void store(float* to, std::int64_t n) const {
+        if (n >= 8)
+            Avx2::store(to, low.floats());
+        else
+            Avx2::store(to, low.floats(), n);
+        if (n == 16)
+            Avx2::store(to + 8, high.floats());
+        else if (n > 8)
+            Avx2::store(to + 8, high.floats(), n - 8);
+    }
+    // Both halves of the line are computed before the first is written: a line that is only half written for a while
+    // costs a transfer of its own.
+    void stream(float* to) const {
+        const __m256 halves[] = {low.floats(), high.floats()};
+        _mm256_stream_ps(to, halves[0]);
+        _mm256_stream_ps(to + 8, halves[1]);
+    }
+};
 
 } // namespace
 
-template <typename Q, typename F>
-void Dequantize<Q, F>::run(const Q* codes, std::int64_t count, F scale, F zero_point, float* values) {
-    const Eight<F> factor = Eight<F>::set1(scale), zero = Eight<F>::set1(zero_point);
-    store_values(count, values, [&](std::int64_t k, std::int64_t n) {
-        return ((load_codes<F>(codes + k, n) - zero) * factor).floats();
-    });
-}
-
-template <typename Q, typename F>
-void Dequantize<Q, F>::each(const Q* codes, std::int64_t count, const F* scales, const F* zero_points, float* values) {
-    if (zero_points == nullptr)
-        store_values(count, values, [&](std::int64_t k, std::int64_t n) {
-            return (load_codes<F>(codes + k, n) * Eight<F>::load(scales + k, n)).floats();
-        });
-    else
-        store_values(count, values, [&](std::int64_t k, std::int64_t n) {
-            const Eight<F> difference = load_codes<F>(codes + k, n) - Eight<F>::load(zero_points + k, n);
-            return (difference * Eight<F>::load(scales + k, n)).floats();
-        });
-}
-
-template struct Dequantize<std::int8_t, float>;
-template struct Dequantize<std::int8_t, double>;
-template struct Dequantize<std::uint8_t, float>;
-template struct Dequantize<std::uint8_t, double>;
-
-void stream(const float* from, std::int64_t count, float* to, const void* next) {
-    // Streaming stores are aligned.
-    const auto misaligned = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) / sizeof(float) % kWidth);
-    std::int64_t k = misaligned == 0 ? 0 : smaller(kWidth - misaligned, count);
-    if (k > 0)
-        Avx2::store(to, Avx2::load(from, k), k);
-    const auto eight = [&](std::int64_t at) { _mm256_stream_ps(to + at, Avx2::load(from + at)); };
-    for (constexpr std::int64_t kLine = 64; k + kLine <= count; k += kLine) {
-        Avx2::prefetch(static_cast<const char*>(next) + k);
-        for (std::int64_t j = 0; j < kLine; j += kWidth)
-            eight(k + j);
-    }
-    for (; k + kWidth <= count; k += kWidth)
-        eight(k);
-    if (k < count)
-        Avx2::store(to + k, Avx2::load(from + k, count - k), count - k);
-}
-
-void finish_streams() {
-    _mm_sfence();
-}
+const DequantizationKernels kDequantization = simd::Dequantize<Sixteen>::all();
 
 } // namespace gr::avx2

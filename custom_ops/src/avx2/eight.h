@@ -45,12 +45,8 @@ template <> struct Eight<double> {
     static Eight of(__m256 x) {
         return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
     }
-    static Eight of(__m256i x) {
-        return {_mm256_cvtepi32_pd(_mm256_castsi256_si128(x)), _mm256_cvtepi32_pd(_mm256_extracti128_si256(x, 1))};
-    }
 
     friend Eight operator+(Eight a, Eight b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
-    friend Eight operator-(Eight a, Eight b) { return {_mm256_sub_pd(a.low, b.low), _mm256_sub_pd(a.high, b.high)}; }
     friend Eight operator*(Eight a, Eight b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
     friend Eight operator/(Eight a, Eight b) { return {_mm256_div_pd(a.low, b.low), _mm256_div_pd(a.high, b.high)}; }
 

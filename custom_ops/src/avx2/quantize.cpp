@@ -106,19 +106,12 @@ void pack(const std::int8_t* codes, std::int64_t count, std::int8_t offset, std:
     kScalarQuantization.pack(codes + k, count - k, offset, packed + k / 2);
 }
 
-template <typename Q, typename F>
-constexpr DequantizeKernels<Q, F, F> kDequantize{Dequantize<Q, F>::run, Dequantize<Q, F>::each};
-
 } // namespace
 
 const QuantizationKernels kQuantization{
     extremes,
     {{quantize_run<float>, quantize_each<float>}, {quantize_run<double>, quantize_each<double>}},
-    {kDequantize<std::int8_t, float>, kDequantize<std::int8_t, double>, kDequantize<std::uint8_t, float>,
-     kDequantize<std::uint8_t, double>},
     pack,
-    stream,
-    finish_streams,
 };
 
 } // namespace gr::avx2

@@ -3,6 +3,7 @@
 #include "../avx2/quantize.h"
 #include "../isa.h"
 #include "../simd/kernels.h"
+#include "dequantize.h"
 #include "vector.h"
 
 namespace gr {
@@ -12,6 +13,6 @@ struct Vector : Avx512, avx2::Pack {};
 
 } // namespace
 
-const Kernels kAvx512Kernels{"avx512", &simd::kAttention<Vector>, &avx2::kQuantization};
+const Kernels kAvx512Kernels{"avx512", &simd::kAttention<Vector>, &avx2::kQuantization, &avx512::kDequantization};
 
 } // namespace gr

@@ -56,7 +56,8 @@ Row i sees key j where all of this holds:
 - with `window` > 0: j > p - `window`, or j < `sink_tokens`
 - with a mask: it is true, or above minus infinity
 
-A row that sees no key yields zeros. What a row does not see never reaches its output, not even NaN.
+A row that sees no key yields zeros. What a row does not see never reaches its output, not even NaN. A row of which
+every score it sees is minus infinity, which takes infinite or overflowing input, yields zeros or NaN.
 
 `attn_mask` is `[S,kv]`, `[Hq,S,kv]` or `[B,Hq,S,kv]` with kv <= C, and any of the other sizes may be 1. It has this
 order whatever the layout.
@@ -69,7 +70,7 @@ zero_point) * scale:
 
 Codes need scales, and may have zero points (absent: 0, for int4 8) of the type of the cache. Scales and zero points are
 `[B,C,Hkv,n]` where n divides D, one for each group of D/n consecutive elements of a row; or they hold for all rows:
-`[]`, `[1]`, `[D]`, `[Hkv,1]` or `[Hkv,D]`. Only scales of the latter kind may be float64; they are rounded to float32.
+`[]`, `[1]`, `[D]`, `[Hkv|1,1]` or `[Hkv|1,D]`. Only scales of the latter kind may be float64; they are rounded to float32.
 
 `recent_key` and `recent_value`, both or neither, take the place of the rows that the caches have at `start_pos` to
 `start_pos` + S - 1: the new tokens before they were quantized.

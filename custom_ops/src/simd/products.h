@@ -23,7 +23,9 @@ public:
           std::int64_t heads)
         : stride_((heads > 1 ? dim : stride) * item), bytes_(dim * item) {
         const std::int64_t share = heads > 1 ? head * (kFewKeys - 1) * dim * item : 0;
-        const std::int64_t distance = round_up(kAhead, kFewKeys * stride * item) + share;
+        // The stride of a single row, or of one row that stands for all, may be anything.
+        const std::int64_t step = smaller(larger(stride, 1), kLargestStep) * item;
+        const std::int64_t distance = round_up(kAhead, kFewKeys * step) + share;
         address_ = reinterpret_cast<std::uintptr_t>(row) + static_cast<std::uintptr_t>(distance);
     }
 
@@ -42,6 +44,8 @@ private:
              at < to; at += 64)
             V::prefetch(reinterpret_cast<const void*>(at));
     }
+
+    static constexpr std::int64_t kLargestStep = std::int64_t{1} << 40;
 
     std::uintptr_t address_;
     std::int64_t stride_, bytes_;

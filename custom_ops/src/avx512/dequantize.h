@@ -1,0 +1,9 @@
+#pragma once
+
+#include "../quantize.h"
+
+namespace gr::avx512 {
+
+extern const DequantizationKernels kDequantization;
+
+} // namespace gr::avx512
