@@ -12,9 +12,10 @@ constexpr std::int64_t kJobElements = 65536;
 // Where channels alternate quickly and all come round within this many elements, scales and zero points are laid out
 // repeatedly, one for each element of a table of about this size.
 constexpr std::int64_t kTable = 2048;
-constexpr std::int64_t kShortRun = 64; // elements of one channel side by side
-constexpr std::int64_t kBlock = 512;   // elements that go through a buffer at once
-constexpr std::int64_t kLongRun = 512; // elements of one channel, or of different ones, in a call of a kernel
+constexpr std::int64_t kShortRun = 64;  // elements of one channel side by side
+constexpr std::int64_t kBlock = 512;    // elements that go through a buffer at once
+constexpr std::int64_t kLongRun = 512;  // elements of one channel, or of different ones, in a call of a kernel
+constexpr std::int64_t kColumns = 1024; // channels whose scales and zero points stay in the nearest cache
 constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20; // results this large do not stay in a cache
 
 // A zero point of any width.
@@ -80,6 +81,20 @@ public:
 
     // How many elements one call of a kernel gets.
     std::int64_t run_length() const { return inner_ == 1 ? count_ : inner_; }
+
+    // The same as `visit` for parameters that lie side by side, a part of them at a time for all the rows that they
+    // come round in, so that they stay in the nearest cache.
+    template <typename Each> void visit_by_columns(std::int64_t begin, std::int64_t end, const Each& each) const {
+        for (std::int64_t column = 0; column < count_; column += kColumns)
+            for (std::int64_t row = begin / count_ * count_; row < end; row += count_) {
+                const std::int64_t first = larger(begin, row + column);
+                const std::int64_t last = smaller(end, row + smaller(column + kColumns, count_));
+                if (first < last)
+                    each(first, last - first, scales_ + (first - row),
+                         zero_points_ == nullptr ? nullptr : zero_point_table_.data() + (first - row));
+            }
+    }
+    bool is_wide() const { return inner_ == 1 && count_ > kColumns; }
 
     static bool are_laid_out(const ChannelOperands& operands) {
         return operands.inner == 1 || (operands.inner < kShortRun && operands.count * operands.inner < kTable);
@@ -167,6 +182,11 @@ void dequantize_with(const DequantizeKernels<Q, F, Zero>& kernels, const Dequant
     const auto* const codes = dense.elements.data<const Q>();
     auto* const values = dense.output.data<float>();
     const auto convert = [&](std::int64_t begin, std::int64_t end, bool stream, float* to) {
+        const auto each = [&](std::int64_t first, std::int64_t count, const F* scales, const Zero* zero_points) {
+            kernels.each(codes + first, count, scales, zero_points, stream, to + (first - begin));
+        };
+        if (parameters.is_wide())
+            return parameters.visit_by_columns(begin, end, each);
         parameters.visit(
             begin, end, end,
             [&](std::int64_t first, std::int64_t count, F scale, std::int64_t zero_point) {
@@ -176,12 +196,11 @@ void dequantize_with(const DequantizeKernels<Q, F, Zero>& kernels, const Dequant
                 else
                     wide_dequantize<Q, F>().run(codes + first, count, scale, zero_point, stream, target);
             },
-            [&](std::int64_t first, std::int64_t count, const F* scales, const Zero* zero_points) {
-                kernels.each(codes + first, count, scales, zero_points, stream, to + (first - begin));
-            });
+            each);
     };
     const bool stream = operands.total() * static_cast<std::int64_t>(sizeof(float)) >= kStreamBytes;
-    const bool by_blocks = stream && parameters.run_length() < kLongRun;
+    const bool whole_lines = misaligned(values) == 0 && parameters.run_length() % 16 == 0;
+    const bool by_blocks = stream && !whole_lines && parameters.run_length() < kLongRun;
     run_jobs(operands.total(), threads, [&](std::int64_t begin, std::int64_t end) {
         if (!by_blocks)
             convert(begin, end, stream, values + begin);

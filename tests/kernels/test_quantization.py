@@ -276,15 +276,19 @@ def test_strides(op: str, shape: tuple[int, ...]) -> None:
     assert np.isnan(values[..., ::2]).all()
 
 
-def test_unaligned_rows_of_any_length() -> None:
-    """Outputs that begin anywhere within a cache line, with streaming stores."""
-    codes = np.random.default_rng(6).integers(-128, 128, (1 << 16, 71)).astype(np.int8)
-    scales = np.random.default_rng(6).uniform(0.1, 1, 71).astype(np.float32)
-    buffer = np.zeros(codes.size + 16, np.float32)
-    for offset in range(0, 16, 5):
+@pytest.mark.parametrize(("axis", "columns"), [(1, 71), (0, 71), (0, 80), (0, 600)])
+def test_large_results_anywhere_within_a_cache_line(axis: int, columns: int) -> None:
+    """With streaming stores: straight from the kernels, or by way of a block where short rows end within lines."""
+    random = np.random.default_rng(6)
+    codes = random.integers(-128, 128, (5_000_000 // columns, columns)).astype(np.int8)
+    scales: Array = random.uniform(0.1, 1, codes.shape[axis : axis + 1]).astype(np.float32)
+    expected = codes.astype(np.float32) * (scales if axis == 1 else scales[:, None])
+    buffer = np.zeros(codes.size + 32, np.float32)
+    line = -buffer.ctypes.data % 64 // 4
+    for offset in (line, line + 5, line + 15):
         values = buffer[offset : offset + codes.size].reshape(codes.shape)
-        capi.run("DequantizePerChannel", [codes, scales], [values], {"axis": 1}, threads=2)
-        np.testing.assert_array_equal(values, codes.astype(np.float32) * scales)
+        capi.run("DequantizePerChannel", [codes, scales], [values], {"axis": axis}, threads=2)
+        np.testing.assert_array_equal(values, expected)
         assert not buffer[:offset].any() and not buffer[offset + codes.size :].any()
         buffer[:] = 0
 
@@ -307,3 +311,14 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
     dequantize("DequantizePerToken", codes, scales, None)
     quantize("QuantizePerChannel", value, np.ones(shape[-1:], np.float32), None)
     dequantize("DequantizePerChannel", codes, np.ones(shape[-1:], np.float32), None)
+
+
+@pytest.mark.parametrize("shape", [(37, 5000), (3, 1025), (100, 2048), (1, 3000)], ids=str)
+@pytest.mark.parametrize("zero_points", [None, np.int8, np.int64])
+def test_many_channels_are_taken_a_part_of_them_at_a_time(shape: tuple[int, int], zero_points: Any) -> None:
+    random = np.random.default_rng(11)
+    codes, scales = random.integers(-128, 128, shape).astype(np.int8), random.random(shape[1])
+    points = None if zero_points is None else random.integers(-9, 9, shape[1]).astype(zero_points)
+    difference = codes.astype(np.int64) - (0 if points is None else points.astype(np.int64))
+    (values,) = run("DequantizePerChannel", [codes, scales, points], [np.full(shape, np.nan, np.float32)], axis=1)
+    np.testing.assert_array_equal(values, (difference * scales).astype(np.float32))
