@@ -5,6 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 
+// For inner loops that are compiled for many element types. Left alone, gcc stops inlining them, and a call for every
+// few keys is what decoding then spends its time on.
+#if defined(_MSC_VER)
+#define GR_ALWAYS_INLINE __forceinline
+#else
+#define GR_ALWAYS_INLINE __attribute__((always_inline)) inline
+#endif
+
 namespace gr {
 
 // Data with strides in elements along B, S, H, D (or along whatever the user says). data NULL: absent.

@@ -117,7 +117,7 @@ struct Avx2 {
         return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
     }
     // The sums of Count <= 8 vectors, in order.
-    template <int Count> static void sums(const Floats* x, float* out) {
+    template <int Count> static GR_ALWAYS_INLINE void sums(const Floats* x, float* out) {
         const auto pick = [&](int k) { return k < Count ? x[k] : zero(); };
         const Floats low = _mm256_hadd_ps(_mm256_hadd_ps(pick(0), pick(1)), _mm256_hadd_ps(pick(2), pick(3)));
         const Floats high = _mm256_hadd_ps(_mm256_hadd_ps(pick(4), pick(5)), _mm256_hadd_ps(pick(6), pick(7)));

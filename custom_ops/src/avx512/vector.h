@@ -73,9 +73,9 @@ struct Avx512 {
                               set1(static_cast<float>(zero_point))),
                           set1(scale))) {}
         // The low 4 bits of an index count.
-        Floats operator()(const Int4Pair* p) const { return _mm512_permutexvar_ps(halves(load_pairs(p)), values_); }
+        Floats operator()(const Int4Pair* p) const { return _mm512_permutexvar_ps(nibbles(load_pairs(p)), values_); }
         Floats operator()(const Int4Pair* p, std::int64_t n) const {
-            return _mm512_permutexvar_ps(halves(load_pairs(p, n)), values_);
+            return _mm512_permutexvar_ps(nibbles(load_pairs(p, n)), values_);
         }
 
     private:
@@ -107,22 +107,8 @@ struct Avx512 {
     static float sum(Floats x) { return _mm512_reduce_add_ps(x); }
     static float max(Floats x) { return _mm512_reduce_max_ps(x); }
     // The sums of Count <= 16 vectors, in order.
-    template <int Count> static void sums(const Floats* x, float* out) {
-        const auto pick = [&](int k) { return k < Count ? x[k] : zero(); };
-        const auto pair = [&](int k) {
-            return add(_mm512_unpacklo_ps(pick(k), pick(k + 1)), _mm512_unpackhi_ps(pick(k), pick(k + 1)));
-        };
-        // In every quarter, what the four vectors from k on have there.
-        const auto quarters = [&](int k) {
-            const __m512d low = _mm512_castps_pd(pair(k)), high = _mm512_castps_pd(pair(k + 2));
-            return add(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                       _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-        };
-        const auto halves = [&](int k) {
-            const Floats low = quarters(k), high = quarters(k + 4);
-            return add(_mm512_shuffle_f32x4(low, high, 0x44), _mm512_shuffle_f32x4(low, high, 0xEE));
-        };
-        const Floats low = halves(0), high = halves(8);
+    template <int Count> static GR_ALWAYS_INLINE void sums(const Floats* x, float* out) {
+        const Floats low = halves<Count, 0>(x), high = halves<Count, 8>(x);
         store(out, add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xDD)));
     }
 
@@ -152,6 +138,27 @@ struct Avx512 {
     }
 
 private:
+    // Steps of `sums`: the vector number K, two of them added in pairs of elements, four in every quarter, eight in
+    // every half.
+    template <int Count, int K> static GR_ALWAYS_INLINE Floats pick(const Floats* x) {
+        if constexpr (K < Count)
+            return x[K];
+        else
+            return zero();
+    }
+    template <int Count, int K> static GR_ALWAYS_INLINE __m512d pairs(const Floats* x) {
+        const Floats first = pick<Count, K>(x), second = pick<Count, K + 1>(x);
+        return _mm512_castps_pd(add(_mm512_unpacklo_ps(first, second), _mm512_unpackhi_ps(first, second)));
+    }
+    template <int Count, int K> static GR_ALWAYS_INLINE Floats quarters(const Floats* x) {
+        const __m512d low = pairs<Count, K>(x), high = pairs<Count, K + 2>(x);
+        return add(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    }
+    template <int Count, int K> static GR_ALWAYS_INLINE Floats halves(const Floats* x) {
+        const Floats low = quarters<Count, K>(x), high = quarters<Count, K + 4>(x);
+        return add(_mm512_shuffle_f32x4(low, high, 0x44), _mm512_shuffle_f32x4(low, high, 0xEE));
+    }
+
     template <typename T> static __m256i load32(const T* p) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     }
@@ -167,12 +174,12 @@ private:
     }
     // Each byte in 64 bits: its low half is in the lower 32 of them, and shifted by 28 its high half in the upper ones.
     // The bits above the low 4 are of no use.
-    static __m512i halves(__m128i pairs) {
+    static __m512i nibbles(__m128i pairs) {
         const __m512i wide = _mm512_cvtepu8_epi64(pairs);
         return _mm512_or_si512(wide, _mm512_slli_epi64(wide, 28));
     }
     static Floats codes(__m128i pairs) {
-        return _mm512_cvtepi32_ps(_mm512_and_si512(halves(pairs), _mm512_set1_epi32(15)));
+        return _mm512_cvtepi32_ps(_mm512_and_si512(nibbles(pairs), _mm512_set1_epi32(15)));
     }
     // To nearest even.
     static __m256i narrow(const Half*, Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }

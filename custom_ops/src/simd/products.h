@@ -53,8 +53,8 @@ private:
 
 // Scores of Keys keys for Rows query rows: scores[r * pitch + k]. Tail: whether the last vector of a row is not full.
 template <class V, int Rows, int Keys, bool Tail, typename T>
-static inline void dot(const float* query, std::int64_t query_pitch, const T* row, std::int64_t stride,
-                       const std::int32_t* zero_points, std::int64_t dim, float* scores, std::int64_t pitch) {
+static GR_ALWAYS_INLINE void dot(const float* query, std::int64_t query_pitch, const T* row, std::int64_t stride,
+                                 const std::int32_t* zero_points, std::int64_t dim, float* scores, std::int64_t pitch) {
     typename V::Floats sums[Keys * Rows];
     for (int n = 0; n < Keys * Rows; ++n)
         sums[n] = V::zero();
@@ -80,9 +80,9 @@ static inline void dot(const float* query, std::int64_t query_pitch, const T* ro
 
 // As many keys at once as there may be sums: fewer would wait for each other.
 template <class V, int Rows, bool Tail, typename T>
-static void dot_keys(const float* query, std::int64_t query_pitch, const T* row, std::int64_t stride,
-                     const std::int32_t* zero_points, std::int64_t keys, std::int64_t dim, float* scores,
-                     std::int64_t pitch, const Ahead& ahead) {
+static GR_ALWAYS_INLINE void dot_keys(const float* query, std::int64_t query_pitch, const T* row, std::int64_t stride,
+                                      const std::int32_t* zero_points, std::int64_t keys, std::int64_t dim,
+                                      float* scores, std::int64_t pitch, const Ahead& ahead) {
     constexpr int kKeys = V::kSums / (Rows == 3 ? 4 : Rows);
     std::int64_t j = 0;
     for (; j + kKeys <= keys; j += kKeys) {
@@ -97,9 +97,9 @@ static void dot_keys(const float* query, std::int64_t query_pitch, const T* row,
 // Adds weight times value rows for Count vectors of the head size to the values of Rows query rows. `last`: elements of
 // the last vector, when it is not full.
 template <class V, int Rows, int Count, bool Tail, typename T>
-static inline void add_slice(const float* weights, std::int64_t pitch, const T* row, std::int64_t stride,
-                             const std::int32_t* zero_points, std::int64_t keys, float* values, std::int64_t width,
-                             std::int64_t last) {
+static GR_ALWAYS_INLINE void add_slice(const float* weights, std::int64_t pitch, const T* row, std::int64_t stride,
+                                       const std::int32_t* zero_points, std::int64_t keys, float* values,
+                                       std::int64_t width, std::int64_t last) {
     typename V::Floats sums[Rows][Count];
     for (int r = 0; r < Rows; ++r)
         for (int c = 0; c < Count; ++c)
@@ -125,9 +125,9 @@ static inline void add_slice(const float* weights, std::int64_t pitch, const T* 
 }
 
 template <class V, int Rows, typename T>
-static void add_keys(const float* weights, std::int64_t pitch, const T* row, std::int64_t stride,
-                     const std::int32_t* zero_points, std::int64_t keys, std::int64_t dim, float* values,
-                     std::int64_t width, const Ahead& ahead) {
+static GR_ALWAYS_INLINE void add_keys(const float* weights, std::int64_t pitch, const T* row, std::int64_t stride,
+                                      const std::int32_t* zero_points, std::int64_t keys, std::int64_t dim,
+                                      float* values, std::int64_t width, const Ahead& ahead) {
     constexpr int kCount = V::kSlice[Rows - 1];
     constexpr std::int64_t kSlice = kCount * V::kWidth;
     std::int64_t d = 0, asked = 0;
